@@ -1,0 +1,1 @@
+"""Run ordinary PyTorch notebook cells on several devices."""

@@ -1,0 +1,258 @@
+"""The only door to ipyparallel on the notebook side.
+
+    Door.start ──> controller process, one engine set a worker
+    Door.request(worker, command) ──> shell channel, in order with cells ──> Future[Reply]
+    Door.request_at_once(worker, command) ──> control channel, also while a cell runs
+    events of workers (own iopub topic) and registrations ──> the callbacks given to the constructor
+
+Knows ipyparallel's client, launchers and sockets; does not know what commands mean. Private API used
+here (``Client._send``, ``_mux_stream``, ``_control_stream``, ``_config``, ``_registration_callbacks``,
+``_engines``) has a version test in ``tests/contract``.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from typing import Any
+
+from openclaw_nb.core.errors import OpenClawError, StartError, WorkerDiedError
+from openclaw_nb.protocol import codec
+from openclaw_nb.protocol.messages import Command, Event, Reply
+
+_TOPIC = b"openclaw."
+_KEY = "openclaw"
+_HEARTBEAT_MILLISECONDS = 200
+_HEARTBEAT_MISSES = 25
+_CONNECT_SECONDS = 30.0
+
+
+class Door:
+    """One ipyparallel cluster: its processes, and the messages to and from its engines.
+
+    Parameters
+    ----------
+    directory : str
+        Profile directory of this cluster; it must exist and be this user's alone (mode 0700).
+    cluster_id : str
+        Names the cluster's files.
+    environment : mapping
+        Variables for every process of the cluster.
+    on_event : callable
+        Called with each event of a worker, on a thread of this object.
+    on_joined, on_died : callable
+        Called with a worker's number when its engine registers or is gone.
+    """
+
+    def __init__(
+        self,
+        directory: str,
+        cluster_id: str,
+        environment: Mapping[str, str],
+        *,
+        on_event: Callable[[Event], None],
+        on_joined: Callable[[int], None],
+        on_died: Callable[[int], None],
+    ) -> None:
+        self._directory = directory
+        self._cluster_id = cluster_id
+        self._environment = dict(environment)
+        self._on_event, self._on_joined, self._on_died = on_event, on_joined, on_died
+        self._cluster: Any = None
+        self._client: Any = None
+        self._listener: _EventListener | None = None
+        self._engine_sets: dict[int, str] = {}
+
+    # ------------------------------------------------------------------------------------ processes
+
+    def start_controller(self, host: str) -> None:
+        """Start the controller process; returns before it can be reached."""
+        import ipyparallel
+
+        self._cluster = ipyparallel.Cluster(
+            profile_dir=self._directory,
+            cluster_id=self._cluster_id,
+            controller_ip=host,
+            shutdown_atexit=False,
+            send_engines_connection_env=False,
+            # An engine that dies would have its last log lines printed into whatever cell is running.
+            log_level=logging.CRITICAL,
+            delay=0,
+            controller_args=[
+                f"--HeartMonitor.period={_HEARTBEAT_MILLISECONDS}",
+                f"--HeartMonitor.max_heartmonitor_misses={_HEARTBEAT_MISSES}",
+                "--IPController.enable_curve=True",
+                "--nodb",
+            ],
+        )
+        self._cluster.start_controller_sync(environment=self._environment)
+
+    def start_engine(self, worker: int, environment: Mapping[str, str], host: str) -> None:
+        """Start one engine that will register as number ``worker``."""
+        self._engine_sets[worker] = self._cluster.start_engines_sync(
+            1,
+            engine_set_id=f"worker-{worker}-{time.monotonic_ns()}",
+            engine_cmd=[sys.executable, "-m", "openclaw_nb.engine"],
+            engine_args=[f"--IPEngine.id={worker}", f"--IPEngine.wait_for_url_file={_CONNECT_SECONDS}"],
+            environment={**self._environment, **environment, "OPENCLAW_STORE_HOST": host},
+        )
+
+    def engine_ended(self, worker: int) -> bool:
+        """Return whether the process last started for this worker is gone."""
+        engines = self._cluster.engines.get(self._engine_sets.get(worker))
+        return engines is not None and not any(
+            launcher.process.is_running() and launcher.process.status() != "zombie"
+            for launcher in engines.launchers.values()
+        )
+
+    def connect(self) -> None:
+        """Connect to the controller and begin to hear events.
+
+        Raises
+        ------
+        StartError
+            When the controller does not answer.
+        """
+        try:
+            self._client = self._cluster.connect_client_sync()
+        except Exception as error:
+            # ipyparallel raises bare exceptions here (time-outs, refused files, a controller that ended).
+            raise StartError(f"The controller did not come up: {error}\n{self.log_tail('ipcontroller')}") from error
+        # cells are not kept in the client: results are handed out once
+        self._client._registration_callbacks.append(self._registered)
+        for number in self._client.ids:
+            self._on_joined(number)
+        self._listener = _EventListener(self._client, self._on_event)
+
+    def _registered(self, notice: dict[str, Any]) -> None:
+        number = int(notice["id"])
+        if notice["event"] == "register":
+            self._on_joined(number)
+        else:
+            self._on_died(number)
+
+    def close(self) -> None:
+        """Close the connections; the processes go on."""
+        if self._listener is not None:
+            self._listener.close()
+        if self._client is not None:
+            self._client.close(linger=0)
+        self._client = self._listener = None
+
+    def log_tail(self, name: str, num_lines: int = 12) -> str:
+        """Return the last lines of the newest log whose name begins with ``name``."""
+        folder = os.path.join(self._directory, "log")
+        try:
+            paths = [os.path.join(folder, f) for f in os.listdir(folder) if f.startswith(name)]
+            newest = max(paths, key=os.path.getmtime)
+            with open(newest, errors="replace") as file:
+                return "".join(file.readlines()[-num_lines:])
+        except (OSError, ValueError):
+            return ""
+
+    # ------------------------------------------------------------------------------------- messages
+
+    def request(self, worker: int, command: Command) -> Future[Reply]:
+        """Send a command on the shell channel; replies come in the order of commands.
+
+        Returns
+        -------
+        Future
+            Of the reply; `WorkerDiedError` when the worker's process ends first.
+        """
+        answer: Future[Reply] = Future()
+        try:
+            sent = self._client.send_execute_request(
+                self._client._mux_stream,
+                "",
+                silent=True,
+                metadata={_KEY: codec.encode(command)},
+                ident=self._identity(worker),
+            )
+        except WorkerDiedError as error:
+            answer.set_exception(error)
+            return answer
+        sent.add_done_callback(lambda future: self._settle(worker, answer, future))
+        return answer
+
+    def request_at_once(self, worker: int, command: Command) -> Future[Reply]:
+        """Send a command on the control channel."""
+        answer: Future[Reply] = Future()
+        try:
+            sent = self._client._send(
+                self._client._control_stream,
+                "openclaw_request",
+                content={_KEY: codec.encode(command)},
+                ident=self._identity(worker),
+            )
+        except WorkerDiedError as error:
+            answer.set_exception(error)
+            return answer
+        sent.add_done_callback(lambda future: self._settle(worker, answer, future))
+        return answer
+
+    def _identity(self, worker: int) -> bytes:
+        identity = self._client._engines.get(worker)
+        if identity is None:
+            raise WorkerDiedError(f"Worker {worker} is gone.")
+        return str(identity).encode()
+
+    def _settle(self, worker: int, answer: Future[Reply], sent: Any) -> None:
+        try:
+            result = sent.result()
+        except Exception as error:
+            # The client closed, or ipyparallel told of the engine's death: for the caller both are one thing.
+            answer.set_exception(WorkerDiedError(f"Worker {worker} is gone: {error}"))
+            return
+        content = result.get("content", {}) if isinstance(result, dict) else getattr(result, "_content", {})
+        if _KEY in content:
+            answer.set_result(codec.decode(content[_KEY]))
+        elif isinstance(result, Exception) and type(result).__name__ in ("EngineError", "RemoteError"):
+            answer.set_exception(WorkerDiedError(f"Worker {worker} died while it ran this."))
+        else:
+            answer.set_exception(OpenClawError(f"Worker {worker} gave no answer: {result!r}"))
+
+
+class _EventListener:
+    """Hears the events of all workers on a subscription of its own."""
+
+    def __init__(self, client: Any, on_event: Callable[[Event], None]) -> None:
+        import zmq
+        from jupyter_client.session import Session
+
+        config = client._config
+        self._session = Session(
+            key=config["key"].encode() if isinstance(config["key"], str) else config["key"],
+            signature_scheme=config["signature_scheme"],
+            packer=config["pack"],
+            unpacker=config["unpack"],
+        )
+        self._on_event = on_event
+        self._closing = threading.Event()
+        self._socket = client._context.socket(zmq.SUB)
+        self._socket.RCVHWM = 0
+        self._socket.LINGER = 0
+        self._socket.subscribe(_TOPIC)
+        if client.curve_serverkey:
+            self._socket.curve_serverkey = client.curve_serverkey
+            self._socket.curve_secretkey = client.curve_secretkey
+            self._socket.curve_publickey = client.curve_publickey
+        self._socket.connect(config["iopub"])
+        self._thread = threading.Thread(target=self._run, name="openclaw-events", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        while not self._closing.is_set():
+            if self._socket.poll(200):
+                _, frames = self._session.feed_identities(self._socket.recv_multipart())
+                self._on_event(codec.decode(self._session.deserialize(frames)["content"]))
+        self._socket.close()
+
+    def close(self) -> None:
+        self._closing.set()
+        self._thread.join(2)

@@ -1,0 +1,373 @@
+"""The master: one cluster's processes, its process group, and what runs on it.
+
+    MasterNode ──> Door (processes, messages)
+               ──> Membership (which workers are there, forming the group, taking back who died)
+               ──> CellRun (the cell that runs now)
+               ──> Exchange (variables between the notebook and the workers)
+
+Knows workers, epochs and runs; does not know how anything is shown, nor what a strategy does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from types import TracebackType
+from typing import Any
+
+from openclaw_nb.cluster.devices import Device
+from openclaw_nb.cluster.exchange import Exchange
+from openclaw_nb.cluster.files import ClusterFiles
+from openclaw_nb.cluster.guardian import Guardian
+from openclaw_nb.cluster.ipp import Door
+from openclaw_nb.cluster.membership import Membership, Progress
+from openclaw_nb.cluster.ownership import end_processes
+from openclaw_nb.cluster.run import CellRun, RunResult
+from openclaw_nb.cluster.status import DeviceStatus, StatusReader
+from openclaw_nb.cluster.worker import Worker
+from openclaw_nb.core.errors import AlreadyStartedError, ClusterError, NotStartedError, UsageError, unknown_name
+from openclaw_nb.protocol.messages import Event, Measured, RunCell, StrategySpec
+
+_STOP_GRACE_SECONDS = 2.0
+
+
+class MasterNode:
+    """Starts and commands a cluster of workers.
+
+    Parameters
+    ----------
+    host : str
+        Address that the controller and the workers' sockets bind. Loopback, as workers on other hosts
+        cannot join yet.
+    name : str, optional
+        Name of the cluster, for ``%openclaw list``; made up when not given.
+    backend : {"auto", "nccl", "gloo"}
+        What the process group communicates with; ``auto`` takes nccl where every worker can.
+
+    Examples
+    --------
+    >>> with MasterNode() as master:            # doctest: +SKIP
+    ...     master.start_workers([Device.cpu(0), Device.cpu(1)])
+    ...     result = master.run_cell("print(rank)").wait()
+    """
+
+    def __init__(self, host: str = "127.0.0.1", *, name: str | None = None, backend: str = "auto") -> None:
+        if not host.startswith("127.") and host != "localhost":
+            raise UsageError(f"host={host!r}: only loopback (127.0.0.1) is supported; workers run on this host.")
+        if backend not in ("auto", "nccl", "gloo"):
+            raise unknown_name("communication", backend, ["auto", "nccl", "gloo"])
+        self.host = "127.0.0.1" if host == "localhost" else host
+        self.cluster_id = uuid.uuid4().hex
+        self.name = name or f"cluster-{self.cluster_id[:6]}"
+        self._backend = backend
+        self._door: Door | None = None
+        self._membership: Membership | None = None
+        self._files: ClusterFiles | None = None
+        self._guardian: Guardian | None = None
+        self._exchange: Exchange | None = None
+        self._status = StatusReader()
+        self._run: CellRun | None = None
+        self._lock = threading.Lock()
+        self._listeners: list[Callable[[Event], None]] = []
+        self._run_count = 0
+        self.last_run: CellRun | None = None
+
+    # --------------------------------------------------------------------------------- start, stop
+
+    def start(self) -> MasterNode:
+        """Start the controller.
+
+        Raises
+        ------
+        AlreadyStartedError
+            When this master runs.
+        UsageError
+            When its directory cannot be written.
+        """
+        if self._door is not None:
+            raise AlreadyStartedError(f"The cluster {self.name!r} runs already.")
+        self._files = ClusterFiles.create(self.cluster_id, self.name)
+        self._guardian = Guardian.start(self.cluster_id, self._files.directory)
+        self._door = Door(
+            self._files.directory,
+            self.name,
+            {"OPENCLAW_CLUSTER": self.cluster_id},
+            on_event=self._on_event,
+            on_joined=self._on_joined,
+            on_died=self._on_died,
+        )
+        try:
+            self._door.start_controller(self.host)
+        except BaseException:
+            self.stop()
+            raise
+        self._membership = Membership(self._door, self.host, self._backend)
+        self._exchange = Exchange(self._door, self._files.exchange)
+        return self
+
+    def start_workers(self, devices: Sequence[Device], progress: Progress | None = None) -> list[Worker]:
+        """Start one worker a device and form the process group.
+
+        Parameters
+        ----------
+        devices : sequence of Device
+            Where the workers run.
+        progress : callable, optional
+            Called with (done, total, what) as the start goes on.
+
+        Raises
+        ------
+        StartError
+            When a process does not come up; everything started is ended.
+        """
+        try:
+            return self._members.start(devices, progress)
+        except BaseException:
+            self.stop()
+            raise
+
+    def stop(self) -> int:
+        """End every process of the cluster and remove its files.
+
+        Returns
+        -------
+        int
+            How many processes were ended; none is left when this returns.
+        """
+        if self._run is not None:
+            self._run.interrupt()
+            self._run.wait(3)
+        if self._membership is not None:
+            self._membership.close()
+        if self._door is not None:
+            self._door.close()
+        ended = end_processes(self.cluster_id, grace_seconds=_STOP_GRACE_SECONDS)
+        if self._files is not None:
+            self._files.remove()
+        if self._guardian is not None:
+            self._guardian.dismiss()
+        self._door = self._membership = self._files = self._guardian = self._exchange = None
+        return len(ended)
+
+    def __enter__(self) -> MasterNode:
+        return self.start()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+    @property
+    def running(self) -> bool:
+        """Whether the cluster is started."""
+        return self._door is not None
+
+    @property
+    def _members(self) -> Membership:
+        if self._membership is None:
+            raise NotStartedError("No cluster is running. Start one with %openclaw start (or MasterNode.start()).")
+        return self._membership
+
+    @property
+    def workers(self) -> list[Worker]:
+        """The workers in rank order."""
+        return self._members.workers
+
+    @property
+    def world_size(self) -> int:
+        """How many ranks the process group has."""
+        return len(self._members.ranks)
+
+    @property
+    def epoch(self) -> int:
+        """The number of the present process group."""
+        return self._members.epoch
+
+    @property
+    def backend(self) -> str:
+        """What the process group communicates with."""
+        return self._members.backend
+
+    # --------------------------------------------------------------------------------------- cells
+
+    def run_cell(
+        self,
+        source: str,
+        *,
+        targets: Sequence[int] | None = None,
+        strategy: StrategySpec | None = None,
+        execution_count: int = 0,
+        on_wait: Callable[[str], None] | None = None,
+    ) -> CellRun:
+        """Run a cell's source on the workers; return at once with the run.
+
+        Parameters
+        ----------
+        source : str
+            Python (IPython) source.
+        targets : sequence of int, optional
+            The ranks that run it; all by default.
+        strategy : StrategySpec, optional
+            How the cell is run in parallel; plain SPMD when not given.
+        execution_count : int
+            The notebook's number of the cell, for tracebacks.
+        on_wait : callable, optional
+            Told what is waited for when the cluster is not ready at once.
+
+        Raises
+        ------
+        NotStartedError, ClusterError
+            When there is no cluster, or a rank is still busy, or another cell runs.
+        """
+        members = self._members
+        members.ensure_ready(on_wait)
+        ranks = self._choose_ranks(targets)
+        with self._lock:
+            if self._run is not None and self._run.running:
+                raise ClusterError("A cell is running on the workers. Wait for it, or stop it (%openclaw interrupt).")
+            self._run_count += 1
+            run_id = f"{self.cluster_id[:8]}-{self._run_count}"
+            run = CellRun(members.door, run_id, ranks, self._on_run_finished)
+            self._run = self.last_run = run
+        members.mark_running(run_id)
+        run.start(
+            lambda rank: RunCell(
+                run_id=run_id,
+                epoch=members.epoch,
+                source=source,
+                execution_count=execution_count,
+                strategy=strategy,
+                compare_names=strategy is not None,
+            )
+        )
+        return run
+
+    def _choose_ranks(self, targets: Sequence[int] | None) -> dict[int, int]:
+        ranks = self._members.ranks
+        if targets is None:
+            return dict(ranks)
+        for rank in targets:
+            if rank not in ranks:
+                raise unknown_name("rank", str(rank), [str(r) for r in ranks])
+        return {rank: ranks[rank] for rank in targets}
+
+    def _on_run_finished(self, result: RunResult) -> None:
+        busy = [self._run.ranks[r] for r in result.busy] if self._run else []
+        if self._membership is not None:
+            self._membership.after_run(clean=result.ok, busy=busy)
+
+    def interrupt(self) -> bool:
+        """Stop what runs on the workers, state kept; return whether anything ran."""
+        run = self._run
+        if run is None or not run.running:
+            return False
+        run.interrupt()
+        run.wait(5)
+        return True
+
+    def reset(self, replace_busy: bool = False, on_wait: Callable[[str], None] | None = None) -> int:
+        """Form a fresh process group; the workers' variables stay.
+
+        Parameters
+        ----------
+        replace_busy : bool
+            End workers that do not come out of their cell and start new ones in their place.
+
+        Returns
+        -------
+        int
+            The new group's epoch.
+        """
+        self.interrupt()
+        self._members.reform(replace_busy)
+        self._members.ensure_ready(on_wait)
+        return self._members.epoch
+
+    # ------------------------------------------------------------------------------------ variables
+
+    def push(
+        self,
+        variables: Mapping[str, Any],
+        targets: Sequence[int] | None = None,
+        progress: Callable[[int, int], None] | None = None,
+    ) -> int:
+        """Copy variables of the notebook to the workers; return their size in bytes."""
+        self._members.ensure_ready(None)
+        workers = list(self._choose_ranks(targets).values())
+        return self._require_exchange().push(workers, variables, progress)
+
+    def pull(self, names: Sequence[str], rank: int = 0) -> dict[str, Any]:
+        """Return variables of one rank."""
+        self._members.ensure_ready(None)
+        worker = self._choose_ranks([rank])[rank]
+        return self._require_exchange().pull(worker, names)
+
+    def compare(self, names: Sequence[str]) -> dict[str, dict[int, dict[str, Any]]]:
+        """Return type, digest and size of each variable on each rank."""
+        self._members.ensure_ready(None)
+        return self._require_exchange().describe(self._choose_ranks(None), names)
+
+    def complete(self, code: str, cursor: int, rank: int = 0) -> dict[str, Any]:
+        """Complete code against a rank's variables."""
+        worker = self._choose_ranks([rank])[rank]
+        return self._require_exchange().complete(worker, code, cursor)
+
+    def _require_exchange(self) -> Exchange:
+        if self._exchange is None:
+            raise NotStartedError("No cluster is running. Start one with %openclaw start.")
+        return self._exchange
+
+    # --------------------------------------------------------------------------------------- status
+
+    def get_device_status(self) -> list[DeviceStatus]:
+        """Return a record of each worker's device; a reading that does not exist is None."""
+        run = self._run
+        places = {} if run is None or not run.running else {r: text for r, text, _ in run.who_waits_where()}
+        return [
+            self._status.read(worker, places.get(rank, "")) for rank, worker in enumerate(self._members.workers)
+        ]
+
+    # ------------------------------------------------------------------------------------ what arrives
+
+    def listen(self, listener: Callable[[Event], None]) -> Callable[[], None]:
+        """Call ``listener`` with each event of the workers; return how to end that."""
+        self._listeners.append(listener)
+
+        def forget() -> None:
+            with contextlib.suppress(ValueError):
+                self._listeners.remove(listener)
+
+        return forget
+
+    def _on_event(self, event: Event) -> None:
+        if self._run is not None:
+            self._run.tell(event)
+        if isinstance(event, Measured):
+            for listener in list(self._listeners):
+                listener(event)
+
+    def _on_joined(self, number: int) -> None:
+        if self._membership is not None:
+            self._membership.joined(number)
+
+    def _on_died(self, number: int) -> None:
+        if self._run is not None:
+            self._run.worker_died(number)
+        if self._membership is not None:
+            self._membership.died(number, during_run=self._run is not None and self._run.running)
+
+    def describe(self) -> dict[str, Any]:
+        """Return name, epoch, backend and process ids, for status displays."""
+        return {
+            "name": self.name,
+            "host": self.host,
+            "pid": os.getpid(),
+            "epoch": self.epoch,
+            "backend": self.backend,
+            "world_size": self.world_size,
+            "at": time.time(),
+        }

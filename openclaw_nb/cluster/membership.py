@@ -1,0 +1,322 @@
+"""Which workers there are, and the process group they form.
+
+Starts workers, forms the group under a new epoch after anything went wrong, and starts a new process in
+the place of one that died. One thread at a time changes the membership; `ensure_ready` is where others wait.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeout
+
+from openclaw_nb.cluster.devices import Device, threads_per_worker, usable_cores
+from openclaw_nb.cluster.ipp import Door
+from openclaw_nb.cluster.worker import Worker
+from openclaw_nb.core.errors import ClusterError, OpenClawError, StartError, WorkerDiedError
+from openclaw_nb.protocol.messages import Done, Failed, FormGroup, Locate, Release, Reply
+
+Progress = Callable[[int, int, str], None]
+_START_SECONDS = 120.0
+_RENDEZVOUS_SECONDS = 600.0
+_POLL_SECONDS = 0.05
+_MAX_ATTEMPTS = 3
+_PATIENCE_SECONDS = 1.0
+
+
+class Membership:
+    """The workers of one cluster.
+
+    Parameters
+    ----------
+    door : Door
+        How to start engines and reach them.
+    host : str
+        Address for the workers' stores.
+    backend : str
+        Asked-for communication backend.
+    """
+
+    def __init__(self, door: Door, host: str, backend: str) -> None:
+        self.door = door
+        self._host = host
+        self._asked_backend = backend
+        self.backend = ""
+        self.epoch = 0
+        self.workers: list[Worker] = []
+        self.ranks: dict[int, int] = {}
+        self.notes: list[str] = []
+        self._ready = threading.Event()
+        self._error: OpenClawError | None = None
+        self._changed = threading.Condition()
+        self._mender: threading.Thread | None = None
+        self._mend_again = False
+        self._closing = False
+        self._doing = ""
+
+    # ----------------------------------------------------------------------------------------- start
+
+    def start(self, devices: Sequence[Device], progress: Progress | None) -> list[Worker]:
+        """Start one worker a device and form the group."""
+        tell = progress or (lambda done, total, what: None)
+        total = 2 * len(devices) + 2
+        self.workers = [Worker(number=i, device=device) for i, device in enumerate(devices)]
+        for worker in self.workers:
+            self._launch(worker)
+        tell(0, total, "starting the controller")
+        self.door.connect()
+        self._await_workers(lambda count: tell(1 + count, total, "starting workers"))
+        tell(1 + len(devices), total, "importing torch")
+        self._await_stores(lambda count: tell(1 + len(devices) + count, total, "importing torch"))
+        self._form()
+        tell(total, total, "ready")
+        self._ready.set()
+        return self.workers
+
+    def _launch(self, worker: Worker) -> None:
+        cores = usable_cores()
+        environment = {
+            "OPENCLAW_DEVICE": worker.device.id,
+            "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS")
+            or str(threads_per_worker(len(self.workers), cores)),
+            "PYTHONUNBUFFERED": "1",
+        }
+        if worker.device.kind == "gpu":
+            environment["CUDA_VISIBLE_DEVICES"] = str(worker.device.index)
+        else:
+            environment["CUDA_VISIBLE_DEVICES"] = ""
+        self.door.start_engine(worker.number, environment, self._host)
+
+    def _await_workers(self, tell: Callable[[int], None]) -> None:
+        deadline = time.monotonic() + _START_SECONDS
+        with self._changed:
+            while not all(worker.alive for worker in self.workers):
+                missing = [w for w in self.workers if not w.alive]
+                ended = [w for w in missing if self.door.engine_ended(w.number)]
+                if ended or self._closing or time.monotonic() > deadline:
+                    raise StartError(
+                        f"{', '.join(w.id for w in ended or missing)} did not come up. "
+                        f"The end of the log:\n{self.door.log_tail('ipengine')}"
+                    )
+                self._changed.wait(_POLL_SECONDS)
+                tell(sum(worker.alive for worker in self.workers))
+
+    def _await_stores(self, tell: Callable[[int], None]) -> None:
+        """Wait until each worker has imported torch and opened its store."""
+        deadline = time.monotonic() + _START_SECONDS
+        while waiting := [w for w in self.workers if w.alive and not w.store_port]:
+            for worker in waiting:
+                self._locate(worker)
+            tell(sum(1 for w in self.workers if w.store_port))
+            if time.monotonic() > deadline or self._closing:
+                raise StartError(f"{waiting[0].id} did not import torch within {_START_SECONDS:.0f} s.")
+            time.sleep(_POLL_SECONDS)
+
+    def _locate(self, worker: Worker) -> None:
+        try:
+            reply = self.door.request_at_once(worker.number, Locate()).result(timeout=5)
+        except (WorkerDiedError, FutureTimeout):
+            return
+        if isinstance(reply, Done):
+            worker.pid, worker.store_port = reply.value["pid"], reply.value["store_port"]
+            worker.seen = time.time()
+
+    # ---------------------------------------------------------------------------------------- the group
+
+    def _form(self) -> None:
+        """Form the group of all living workers under a new epoch.
+
+        Raises
+        ------
+        StartError
+            When it cannot be formed in several attempts.
+        """
+        problem = ""
+        for _ in range(_MAX_ATTEMPTS):
+            problem = self._try_to_form()
+            if not problem or self._closing:
+                return
+        raise StartError(f"The process group could not be formed: {problem}")
+
+    def _try_to_form(self) -> str:
+        members = [w for w in self.workers if w.alive]
+        if not members:
+            raise StartError("No worker is alive. Start again with %openclaw stop and %openclaw start.")
+        self.epoch += 1
+        self.ranks = {rank: worker.number for rank, worker in enumerate(members)}
+        sent = {
+            worker.number: self.door.request(worker.number, self._form_command(rank, members))
+            for rank, worker in enumerate(members)
+        }
+        return self._collect(sent)
+
+    def _form_command(self, rank: int, members: list[Worker]) -> FormGroup:
+        return FormGroup(
+            epoch=self.epoch,
+            rank=rank,
+            world_size=len(members),
+            store_host=self._host,
+            store_port=members[0].store_port,
+            backend=self._asked_backend,
+            timeout_seconds=_RENDEZVOUS_SECONDS,
+            directory=os.getcwd(),
+            search_path=list(sys.path),
+        )
+
+    def _collect(self, sent: dict[int, Future[Reply]]) -> str:
+        """Wait for every member; when one fails, release the others. Return what went wrong, or ""."""
+        problem = ""
+        pending = dict(sent)
+        while pending:
+            for number, future in list(pending.items()):
+                if not future.done():
+                    continue
+                del pending[number]
+                found = self._problem_of(number, future)
+                if found and not problem:
+                    problem = found
+                    self.release(problem)
+            if pending:
+                time.sleep(0.002)
+            if self._closing:
+                return "the cluster is being stopped"
+        return problem
+
+    def _problem_of(self, number: int, future: Future[Reply]) -> str:
+        try:
+            reply = future.result()
+        except WorkerDiedError as error:
+            return str(error)
+        if isinstance(reply, Failed):
+            return f"worker {number}: {reply.message}"
+        self.backend = reply.value["backend"]
+        self.workers[number].pid = reply.value["pid"]
+        self.workers[number].busy_with = ""
+        return ""
+
+    def release(self, cause: str) -> None:
+        """End every wait of the present epoch on all living workers."""
+        for worker in self.workers:
+            if worker.alive:
+                command = Release(epoch=self.epoch, run_id="", cause=cause, grace_seconds=0.0)
+                self.door.request_at_once(worker.number, command)
+
+    # ------------------------------------------------------------------------------------------ mending
+
+    def joined(self, number: int) -> None:
+        """Take the news that an engine registered."""
+        with self._changed:
+            if number < len(self.workers):
+                self.workers[number].alive = True
+                self.workers[number].seen = time.time()
+            self._changed.notify_all()
+
+    def died(self, number: int, *, during_run: bool) -> None:
+        """Take the news that an engine is gone; a new process takes its place."""
+        with self._changed:
+            if number < len(self.workers):
+                worker = self.workers[number]
+                worker.alive, worker.store_port, worker.pid, worker.busy_with = False, 0, None, ""
+            self._changed.notify_all()
+        if not during_run and self._ready.is_set():
+            self.mend()
+        elif not during_run:
+            self._mend_again = True
+
+    def mark_running(self, run_id: str) -> None:
+        """Note what the workers are busy with."""
+        for number in self.ranks.values():
+            self.workers[number].busy_with = run_id
+
+    def after_run(self, *, clean: bool, busy: Sequence[int]) -> None:
+        """Put the group in order after a cell: nothing to do after a clean one."""
+        for worker in self.workers:
+            if worker.number not in busy:
+                worker.busy_with = ""
+        if not clean:
+            self.mend()
+
+    def reform(self, replace_busy: bool) -> None:
+        """Form a fresh group; end workers that are stuck in a cell when told to."""
+        if replace_busy:
+            for worker in self.workers:
+                if worker.busy_with and worker.pid:
+                    os.kill(worker.pid, 9)
+        self.mend()
+
+    def mend(self) -> None:
+        """Start what is missing and form a fresh group, in the background."""
+        with self._changed:
+            self._ready.clear()
+            self._error = None
+            if self._mender is not None and self._mender.is_alive():
+                self._mend_again = True
+                return
+            self._mender = threading.Thread(target=self._mend, name="openclaw-mend", daemon=True)
+            self._mender.start()
+
+    def _mend(self) -> None:
+        while not self._closing:
+            self._mend_again = False
+            try:
+                self._mend_once()
+            except OpenClawError as error:
+                # Kept for whoever runs the next cell.
+                self._error = error
+            with self._changed:
+                if not self._mend_again:
+                    self._ready.set()
+                    return
+
+    def _mend_once(self) -> None:
+        dead = [worker for worker in self.workers if not worker.alive]
+        for worker in dead:
+            self._doing = f"{worker.id} died: a new process is starting in its place"
+            self._launch(worker)
+        if dead:
+            self._await_workers(lambda count: None)
+            self._await_stores(lambda count: None)
+            names = ", ".join(worker.id for worker in dead)
+            self.notes.append(
+                f"{names} is a new process without variables: run the cells that build them again, or %openclaw push."
+            )
+        self._doing = "the process group is being formed"
+        self._form()
+        self._doing = ""
+
+    def ensure_ready(self, on_wait: Callable[[str], None] | None) -> None:
+        """Wait until the group stands.
+
+        Raises
+        ------
+        ClusterError
+            When a rank is still inside an earlier cell, or the group could not be formed.
+        """
+        started = time.monotonic()
+        while not self._ready.wait(_POLL_SECONDS):
+            waited = time.monotonic() - started
+            stuck = [w for w in self.workers if w.busy_with and w.alive]
+            if stuck and waited > _PATIENCE_SECONDS:
+                raise ClusterError(
+                    f"{stuck[0].id} is still inside an earlier cell, probably in native code. "
+                    "It rejoins by itself when it comes out; %openclaw reset --replace starts a new process instead."
+                )
+            if on_wait and self._doing and waited > _PATIENCE_SECONDS:
+                on_wait(self._doing)
+        if self._error is not None:
+            raise self._error
+
+    def take_notes(self) -> list[str]:
+        """Return what a person should be told since the last call."""
+        notes, self.notes = self.notes, []
+        return notes
+
+    def close(self) -> None:
+        """Stop mending."""
+        self._closing = True
+        with self._changed:
+            self._changed.notify_all()

@@ -1,0 +1,285 @@
+"""One cell on its way through the workers, from the first command to the last reply.
+
+    replies, deaths, whereabouts, the stop button ──> queue ──> one thread ──> decide ──> release / finish
+                                                                   └──> what is to be shown ──> `next_event`
+
+All state changes on one thread; the decisions are `plan.release`'s. Knows commands and replies; does not
+know ipyparallel or how anything is drawn.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+from openclaw_nb.core.errors import WorkerDiedError
+from openclaw_nb.plan.release import GiveUp, Phase, RankView, ReleaseNow, decide, waiting_table
+from openclaw_nb.protocol.messages import (
+    Command,
+    Done,
+    Event,
+    Failed,
+    Measured,
+    Release,
+    Reply,
+    RunCell,
+    Shown,
+    Whereabouts,
+)
+
+_TICK_SECONDS = 0.1
+_GRACE_SECONDS = 0.5
+_LATE_BATCH_SECONDS = 2.0
+
+
+class Channel(Protocol):
+    """What a run needs of the cluster: two ways to send a command to a worker."""
+
+    def request(self, worker: int, command: Command) -> Future[Reply]:
+        """Send in order."""
+
+    def request_at_once(self, worker: int, command: Command) -> Future[Reply]:
+        """Send past what runs."""
+
+
+@dataclass(frozen=True)
+class Output:
+    """Something to show: ``entry`` is a transcript entry of the rank."""
+
+    rank: int
+    entry: list[Any]
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """How a cell ended on all ranks.
+
+    ``failures`` and ``values`` are by rank; ``cause`` says why the cell was released, or "";
+    ``release_seconds`` how long it took until all were out; ``busy`` lists ranks that were not;
+    ``first`` is the rank whose error came first and is nobody else's consequence, or None.
+    """
+
+    values: Mapping[int, dict[str, Any]]
+    failures: Mapping[int, Failed]
+    died: tuple[int, ...]
+    busy: tuple[int, ...]
+    interrupted: bool
+    cause: str
+    release_seconds: float
+    seconds: float
+    table: list[tuple[int, str, str]] = field(default_factory=list)
+
+    @property
+    def ok(self) -> bool:
+        """Whether the cell ended well on every rank."""
+        return not (self.failures or self.died or self.busy or self.interrupted)
+
+    @property
+    def first(self) -> int | None:
+        """The rank whose error is the first cause."""
+        own = {r: f for r, f in self.failures.items() if not f.consequence}
+        return min(own, key=lambda r: own[r].at) if own else None
+
+
+class CellRun:
+    """A cell that runs.
+
+    Parameters
+    ----------
+    channel : Channel
+        How to reach the workers.
+    run_id : str
+        Names the run on the wire.
+    ranks : mapping of int to int
+        Worker number of each rank that takes part.
+    on_finished : callable
+        Called with the result once, on the run's thread, before waiters wake.
+    """
+
+    def __init__(
+        self,
+        channel: Channel,
+        run_id: str,
+        ranks: Mapping[int, int],
+        on_finished: Callable[[RunResult], None],
+    ) -> None:
+        self.run_id = run_id
+        self.ranks = dict(ranks)
+        self._channel = channel
+        self._on_finished = on_finished
+        self._rank_of = {worker: rank for rank, worker in ranks.items()}
+        self._inbox: queue.SimpleQueue[tuple[str, int, Any]] = queue.SimpleQueue()
+        self._shown: queue.SimpleQueue[Output | Measured | None] = queue.SimpleQueue()
+        self._views = {rank: RankView() for rank in ranks}
+        self._replies: dict[int, Reply] = {}
+        self._num_batches = dict.fromkeys(ranks, 0)
+        self._released_at: float | None = None
+        self._cause = ""
+        self._interrupted = False
+        self._table: list[tuple[int, str, str]] = []
+        self._started = time.monotonic()
+        self._done = threading.Event()
+        self.result: RunResult | None = None
+
+    # --------------------------------------------------------------------------------- from outside
+
+    def start(self, command: Callable[[int], RunCell]) -> None:
+        """Send ``command(rank)`` to each rank's worker."""
+        self._epoch = command(next(iter(self.ranks))).epoch
+        for rank, worker in self.ranks.items():
+            self._channel.request(worker, command(rank)).add_done_callback(
+                lambda future, rank=rank: self._inbox.put(("reply", rank, future))  # type: ignore[misc]
+            )
+        threading.Thread(target=self._work, name="openclaw-run", daemon=True).start()
+
+    def tell(self, event: Event) -> None:
+        """Take an event of a worker; those of other runs are dropped."""
+        if event.run_id == self.run_id and event.worker in self._rank_of:
+            self._inbox.put(("event", self._rank_of[event.worker], event))
+
+    def worker_died(self, worker: int) -> None:
+        """Take the news that a worker's process ended."""
+        if worker in self._rank_of:
+            self._inbox.put(("died", self._rank_of[worker], None))
+
+    def interrupt(self) -> None:
+        """End the cell as the stop button does."""
+        self._inbox.put(("interrupt", -1, None))
+
+    def next_event(self, timeout: float) -> Output | Measured | None:
+        """Return the next thing to show, or None when nothing came in time or the run is over."""
+        try:
+            return self._shown.get(timeout=timeout)
+        except queue.Empty:
+            return None
+
+    def wait(self, timeout: float | None = None) -> RunResult | None:
+        """Wait until the run is over; return its result, or None after ``timeout`` seconds."""
+        self._done.wait(timeout)
+        return self.result
+
+    @property
+    def running(self) -> bool:
+        """Whether the run is not over."""
+        return not self._done.is_set()
+
+    def who_waits_where(self) -> list[tuple[int, str, str]]:
+        """Return rows (rank, what it does, the cell's line)."""
+        return waiting_table(dict(self._views))
+
+    # -------------------------------------------------------------------------------- the run's thread
+
+    def _work(self) -> None:
+        while True:
+            try:
+                self._take(*self._inbox.get(timeout=_TICK_SECONDS))
+            except queue.Empty:
+                pass
+            if all(view.phase is not Phase.RUNNING for view in self._views.values()):
+                self._await_late_batches()
+                break
+            decision = decide(self._views, self._since_release())
+            if isinstance(decision, ReleaseNow):
+                self._release(decision.cause)
+            elif isinstance(decision, GiveUp):
+                break
+        self._finish()
+
+    def _take(self, kind: str, rank: int, item: Any) -> None:
+        match kind:
+            case "reply":
+                self._take_reply(rank, item)
+            case "event":
+                self._take_event(rank, item)
+            case "died":
+                self._set(rank, phase=Phase.DIED)
+            case "interrupt":
+                self._interrupted = True
+                self._release("interrupted", grace_seconds=0.0)
+
+    def _set(self, rank: int, **changes: Any) -> None:
+        if self._views[rank].phase is Phase.RUNNING:
+            self._views[rank] = replace(self._views[rank], **changes)
+
+    def _take_reply(self, rank: int, future: Future[Reply]) -> None:
+        try:
+            reply = future.result()
+        except WorkerDiedError:
+            self._set(rank, phase=Phase.DIED)
+            return
+        self._replies[rank] = reply
+        if isinstance(reply, Failed):
+            self._set(rank, phase=Phase.RAISED, error=reply.error_type)
+        else:
+            self._set(rank, phase=Phase.DONE)
+
+    def _take_event(self, rank: int, event: Event) -> None:
+        match event:
+            case Shown():
+                self._num_batches[rank] = event.seq
+                for entry in event.entries:
+                    self._shown.put(Output(rank, entry))
+            case Measured():
+                self._shown.put(event)
+            case Whereabouts():
+                self._views[rank] = self._views[rank].located(
+                    call=event.call,
+                    group=event.group,
+                    number=event.number,
+                    waiting_seconds=event.seconds,
+                    line=event.line,
+                    code=event.code,
+                )
+
+    def _since_release(self) -> float | None:
+        return None if self._released_at is None else time.monotonic() - self._released_at
+
+    def _release(self, cause: str, grace_seconds: float = _GRACE_SECONDS) -> None:
+        if self._released_at is None:
+            self._released_at, self._cause = time.monotonic(), cause
+            self._table = self.who_waits_where()
+        for rank, view in self._views.items():
+            if view.phase is Phase.RUNNING:
+                self._channel.request_at_once(
+                    self.ranks[rank],
+                    Release(epoch=self._epoch, run_id=self.run_id, cause=cause, grace_seconds=grace_seconds),
+                )
+
+    def _await_late_batches(self) -> None:
+        """Outputs and replies travel on different sockets: wait for the batches that replies have counted."""
+        deadline = time.monotonic() + _LATE_BATCH_SECONDS
+        while self._missing_batches() and time.monotonic() < deadline:
+            try:
+                self._take(*self._inbox.get(timeout=_TICK_SECONDS))
+            except queue.Empty:
+                continue
+
+    def _missing_batches(self) -> bool:
+        return any(
+            reply.value.get("num_batches", 0) > self._num_batches[rank] for rank, reply in self._replies.items()
+        )
+
+    def _finish(self) -> None:
+        for rank, reply in sorted(self._replies.items()):
+            for entry in reply.value.get("entries", ()):
+                self._shown.put(Output(rank, entry))
+        phases = {rank: view.phase for rank, view in self._views.items()}
+        self.result = RunResult(
+            values={r: reply.value for r, reply in self._replies.items() if isinstance(reply, Done)},
+            failures={r: reply for r, reply in self._replies.items() if isinstance(reply, Failed)},
+            died=tuple(r for r, phase in phases.items() if phase is Phase.DIED),
+            busy=tuple(r for r, phase in phases.items() if phase is Phase.RUNNING),
+            interrupted=self._interrupted,
+            cause=self._cause,
+            release_seconds=self._since_release() or 0.0,
+            seconds=time.monotonic() - self._started,
+            table=self._table,
+        )
+        self._on_finished(self.result)
+        self._done.set()
+        self._shown.put(None)

@@ -1,0 +1,37 @@
+"""A worker as the notebook side knows it: a handle, not the process itself (that is `engine.agent`)."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+
+from openclaw_nb.cluster.devices import Device
+
+
+@dataclass
+class Worker:
+    """One worker of the cluster.
+
+    ``number`` is its engine id and its rank order; ``busy_with`` is the run that it has not left although
+    the person got the prompt back, or "".
+    """
+
+    number: int
+    device: Device
+    alive: bool = False
+    pid: int | None = None
+    store_port: int = 0
+    busy_with: str = ""
+    seen: float = field(default_factory=time.time)
+
+    @property
+    def id(self) -> str:
+        """The worker's id, e.g. ``worker-0``."""
+        return f"worker-{self.number}"
+
+    @property
+    def state(self) -> str:
+        """``idle``, ``busy``, or ``dead``."""
+        if not self.alive:
+            return "dead"
+        return "busy" if self.busy_with else "idle"

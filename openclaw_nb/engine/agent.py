@@ -1,0 +1,282 @@
+"""The worker's body: one command in, one reply out.
+
+`handle` runs on the main thread, in order; `handle_at_once` on the control thread, also while a cell runs.
+Knows the parts of a worker and wires them; does not know the notebook side.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import threading
+import time
+import traceback
+from typing import TYPE_CHECKING, Any
+
+from openclaw_nb.core.errors import OpenClawError, ReleasedError
+from openclaw_nb.engine import preload, variables
+from openclaw_nb.engine.cell import CellRunner, Outcome
+from openclaw_nb.engine.outbox import Outbox, capture
+from openclaw_nb.protocol.messages import (
+    Command,
+    Complete,
+    DescribeVariables,
+    Done,
+    Failed,
+    FormGroup,
+    Locate,
+    ReceiveVariables,
+    Release,
+    Reply,
+    RunCell,
+    SendVariables,
+    Whereabouts,
+)
+
+if TYPE_CHECKING:
+    from openclaw_nb.engine.group import GroupService
+
+_BEAT_SECONDS = 0.5
+_PEER_LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Connection refused")
+
+
+class Agent:
+    """Carries out commands in this worker's process.
+
+    Parameters
+    ----------
+    kernel : WorkerKernel
+        The engine's kernel.
+    """
+
+    def __init__(self, kernel: Any) -> None:
+        self._kernel = kernel
+        self._shell = kernel.shell
+        self._preload = preload.start()
+        self._runner = CellRunner(self._shell)
+        self.outbox = Outbox(kernel)
+        self._group: GroupService | None = None
+        self._store_port = 0
+        self._running: RunCell | None = None
+        self._released = ""
+        self._captured = False
+        self._lock = threading.Lock()
+
+    # --------------------------------------------------------------------------------- in order
+
+    async def handle(self, command: Command) -> Reply:
+        """Carry out a command on the main thread."""
+        if not self._captured:  # the streams are replaced by ipyparallel after the kernel is made
+            capture(self.outbox, self._shell)
+            self._captured = True
+        try:
+            match command:
+                case RunCell():
+                    return await self._run_cell(command)
+                case FormGroup():
+                    return self._form_group(command)
+                case SendVariables():
+                    return Done(value=variables.send(self._shell.user_ns, command.names, command.path))
+                case ReceiveVariables():
+                    return Done(value=variables.receive(self._shell.user_ns, command.path))
+                case DescribeVariables():
+                    return Done(value=variables.describe(self._shell.user_ns, command.names))
+                case Complete():
+                    return Done(value=self._complete(command))
+                case _:
+                    return self.handle_at_once(command)
+        except KeyboardInterrupt as error:
+            return failure(error, [], consequence=bool(self._released), interrupted=True)
+        except Exception as error:
+            # The reply carries it to the notebook, whatever it is; the worker itself goes on.
+            return failure(error, traceback.format_exception(error))
+
+    def _form_group(self, command: FormGroup) -> Done:
+        self._preload.wait()
+        with contextlib.suppress(OSError):  # the notebook's directory may not exist on another host
+            os.chdir(command.directory)
+        sys.path[:] = [*command.search_path, *(p for p in sys.path if p not in command.search_path)]
+        if command.world_size:
+            self._service.form(command)
+        self._introduce()
+        return Done(value={"backend": self._service.backend, "pid": os.getpid()})
+
+    @property
+    def _service(self) -> GroupService:
+        if self._group is None:
+            from openclaw_nb.engine.group import GroupService
+
+            self._group = GroupService(os.environ["OPENCLAW_CLUSTER"])
+        return self._group
+
+    def _introduce(self) -> None:
+        """Put the names that a plain cell may use into the namespace."""
+        import torch
+        import torch.distributed as dist
+
+        on_gpu = os.environ.get("OPENCLAW_DEVICE", "").startswith("GPU") and torch.cuda.is_available()
+        names = {
+            "rank": self._service.rank,
+            "world_size": self._service.world_size,
+            "device": torch.device("cuda", 0) if on_gpu else torch.device("cpu"),
+            "dist": dist,
+        }
+        self._shell.push(names, interactive=False)
+
+    def _complete(self, command: Complete) -> dict[str, Any]:
+        text, matches = self._shell.complete(None, line=command.code, cursor_pos=command.cursor)
+        return {"text": text, "matches": matches[:200]}
+
+    # ------------------------------------------------------------------------------------- a cell
+
+    async def _run_cell(self, command: RunCell) -> Reply:
+        service = self._service
+        if command.epoch != service.epoch:
+            return failure(OpenClawError(f"The worker is in epoch {service.epoch}, not {command.epoch}."), [])
+        self._released = ""
+        with self._lock:
+            self._running = command
+        self.outbox.begin(command.run_id)
+        threading.Thread(target=self._beat, args=(command,), name="openclaw-beat", daemon=True).start()
+        try:
+            outcome, report = await self._run_under_strategy(command)
+        finally:
+            with self._lock:
+                self._running = None
+            sys.stdout.flush()
+            sys.stderr.flush()
+            num_batches, entries = self.outbox.end()
+        value = {"num_batches": num_batches, "entries": entries, **report}
+        if outcome.error is None:
+            return Done(value=value)
+        return failure(
+            outcome.error,
+            outcome.traceback,
+            consequence=self._is_consequence(outcome.error),
+            interrupted=isinstance(outcome.error, KeyboardInterrupt),
+            value=value,
+        )
+
+    async def _run_under_strategy(self, command: RunCell) -> tuple[Outcome, dict[str, Any]]:
+        report: dict[str, Any] = {}
+        if command.strategy is None:
+            outcome = await self._runner.run(command.source, command.execution_count)
+            return outcome, report
+        from openclaw_nb.engine.parallel.registry import strategy_context
+
+        group = self._service
+        context = strategy_context(
+            command.strategy, group, self._shell.user_ns, command.source, self._publisher(command), report
+        )
+        try:
+            with context:
+                outcome = await self._runner.run(command.source, command.execution_count)
+        except (OpenClawError, RuntimeError) as error:
+            # Preparing the objects, or giving them back, failed: there is no cell to show a line of.
+            return Outcome(error, traceback.format_exception(error)), report
+        if command.compare_names:
+            report["names"] = variables.digests_of_stored(self._shell.user_ns, command.source)
+        return outcome, report
+
+    def _publisher(self, command: RunCell) -> Any:
+        from openclaw_nb.engine.measure import Publisher
+
+        return Publisher(self.outbox, self._kernel.engine_id, command.run_id)
+
+    def _is_consequence(self, error: BaseException) -> bool:
+        if isinstance(error, ReleasedError) or self._released:
+            return True
+        return isinstance(error, RuntimeError) and any(text in str(error) for text in _PEER_LOST)
+
+    # ---------------------------------------------------------------------------------------- at once
+
+    def handle_at_once(self, command: Command) -> Reply:
+        """Carry out a command on the control thread."""
+        match command:
+            case Release():
+                return self._release(command)
+            case Locate():
+                running = self._running
+                where = self._whereabouts(running) if running else None
+                return Done(value={"where": None if where is None else vars(where), **self._state()})
+            case _:
+                return failure(OpenClawError(f"{type(command).__name__} is not for the control channel."), [])
+
+    def _state(self) -> dict[str, Any]:
+        return {
+            "pid": os.getpid(),
+            "epoch": self._group.epoch if self._group else 0,
+            "intact": self._group.intact if self._group else False,
+            "store_port": self._open_store(),
+        }
+
+    def _open_store(self) -> int:
+        """Open this worker's store once torch is there; return its port, or 0 before that."""
+        if not self._store_port and self._preload.ready:
+            from openclaw_nb.engine import group
+
+            self._store, self._store_port = group.listen(group.host_of_store())
+        return self._store_port
+
+    def _release(self, command: Release) -> Done:
+        """Cut the collectives now; interrupt Python code that goes on after the grace time."""
+        if self._group is not None and self._group.epoch == command.epoch:
+            self._group.release(command.cause)
+        running = self._running
+        if running is None or running.run_id != command.run_id:
+            return Done(value={"running": False})
+        self._released = command.cause
+        threading.Timer(command.grace_seconds, self._interrupt_if_running, args=(running,)).start()
+        return Done(value={"running": True})
+
+    def _interrupt_if_running(self, running: RunCell) -> None:
+        if self._running is running:
+            self._runner.interrupt()
+
+    # ------------------------------------------------------------------------------------- whereabouts
+
+    def _beat(self, command: RunCell) -> None:
+        """Tell where the cell is, twice a second while it runs."""
+        while True:
+            time.sleep(_BEAT_SECONDS)
+            if self._running is not command:
+                return
+            self.outbox.publish(self._whereabouts(command))
+
+    def _whereabouts(self, command: RunCell) -> Whereabouts:
+        wait = self._group.current_wait() if self._group else None
+        line, code = self._runner.position()
+        return Whereabouts(
+            worker=self._kernel.engine_id,
+            run_id=command.run_id,
+            epoch=command.epoch,
+            call=wait.call if wait else "",
+            group=wait.group if wait else "",
+            number=wait.number if wait else 0,
+            seconds=time.monotonic() - wait.since if wait else 0.0,
+            line=line,
+            code=code[:200],
+        )
+
+
+def failure(
+    error: BaseException,
+    lines: list[str],
+    *,
+    consequence: bool = False,
+    interrupted: bool = False,
+    value: dict[str, Any] | None = None,
+) -> Failed:
+    """Build the reply that carries an error to the notebook."""
+    return Failed(
+        error_type=type(error).__name__,
+        message=str(error),
+        traceback=lines,
+        consequence=consequence,
+        interrupted=interrupted,
+        at=time.time(),
+        value=value or {},
+    )
+
+

@@ -1,0 +1,229 @@
+"""The process group as a service on a worker: form, leave, release, form again under a new epoch.
+
+Each epoch has its own keys in a store, its own loopback address and two groups over it: the one that the
+cell's ``dist`` calls use (ranks compare their calls), and one for the step engine. Forming waits in
+Python while a helper thread does the rendezvous, so that it too ends when it is told to.
+
+Each worker offers a `torch.distributed.TCPStore` from its start; an epoch uses the one of its first rank,
+and is gone with it anyway when that rank dies.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+
+from openclaw_nb.core.errors import GroupError, ReleasedError
+from openclaw_nb.engine import gloo
+from openclaw_nb.engine.collectives import ReleasableGroup, Wait
+from openclaw_nb.protocol.messages import FormGroup
+
+_T = TypeVar("_T")
+_BACKEND_NAME = "openclaw"
+# The backend's own limit. A rank that is only slow must not end the others' wait, so it is long: ends of
+# waits come from `release`, this only bounds what a thread of gloo that missed its wake-up can linger.
+_BACKEND_LIMIT = timedelta(minutes=30)
+_CUT_AGAIN_SECONDS = 0.02
+
+
+def listen(host: str) -> tuple[dist.TCPStore, int]:
+    """Open this worker's store on ``host`` alone and return it with its port."""
+    listener = socket.create_server((host, 0))
+    port = listener.getsockname()[1]
+    store = dist.TCPStore(
+        host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
+    )
+    return store, port
+
+
+class GroupService:
+    """This worker's membership in the process group.
+
+    Parameters
+    ----------
+    tag : str
+        Hexadecimal id of the cluster, the same on every worker.
+    """
+
+    def __init__(self, tag: str) -> None:
+        self._tag = tag
+        self.epoch = 0
+        self.rank = 0
+        self.world_size = 1
+        self.backend = "none"
+        self.internal: ReleasableGroup | None = None
+        self._groups: list[ReleasableGroup] = []
+        self._scissors: list[gloo.Scissors] = []
+        self._serial = 0
+        self._stop = threading.Event()
+        self._cause = ""
+        self._forming: FormGroup | None = None
+        dist.Backend.register_backend(_BACKEND_NAME, self._create_user_group, devices=["cpu", "cuda"])
+
+    # --------------------------------------------------------------------------------- form, leave
+
+    def form(self, command: FormGroup) -> None:
+        """Join the group of ``command.epoch``; an older group is left first.
+
+        Raises
+        ------
+        ReleasedError
+            When told to stop while waiting for the other ranks.
+        GroupError
+            When the rendezvous fails.
+        """
+        self.leave()
+        self._stop.clear()
+        self._cause = ""
+        self.epoch, self._forming = command.epoch, command
+        try:
+            store = self._apart(lambda: self._connect(command))
+            self.backend = self._apart(lambda: _agree_on_backend(store, command))
+            self._serial = 0
+            self.internal = self._create(dist.PrefixStore("internal", store), command, "step engine")
+            dist.init_process_group(
+                _BACKEND_NAME,
+                store=dist.PrefixStore("user", store),
+                rank=command.rank,
+                world_size=command.world_size,
+                timeout=_BACKEND_LIMIT,
+            )
+        except (RuntimeError, KeyboardInterrupt):
+            self.leave()
+            raise
+        self.rank, self.world_size = command.rank, command.world_size
+
+    def leave(self) -> None:
+        """Forget the present group; its backends are buried by a thread of their own."""
+        self.release("the worker left the group")
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        # A failed rendezvous leaves the counter that names groups raised on this rank alone.
+        c10d._world.group_count = 0
+        self.internal = None
+        self.rank, self.world_size, self.backend = 0, 1, "none"
+        self._groups, self._scissors = [], []
+
+    def release(self, cause: str) -> None:
+        """End every wait of this epoch's groups, forming included; callable from any thread."""
+        if self._stop.is_set():
+            return
+        self._cause = cause
+        self._stop.set()
+        groups, scissors = list(self._groups), list(self._scissors)
+        for group in groups:
+            group.release(cause)
+        if groups or scissors:
+            threading.Thread(
+                target=_bury, args=(groups, scissors), name="openclaw-undertaker", daemon=True
+            ).start()
+
+    @property
+    def intact(self) -> bool:
+        """Whether a group stands and was not released."""
+        return self.internal is not None and not self._stop.is_set()
+
+    def current_wait(self) -> Wait | None:
+        """Return what this rank waits for, if it waits in a collective."""
+        if self._forming is not None and self.internal is None and not self._stop.is_set():
+            return Wait("forming the group", "group", self.epoch, time.monotonic())
+        waits = [g.board.current for g in list(self._groups)]
+        return next((w for w in waits if w is not None), None)
+
+    # ------------------------------------------------------------------------------------- internals
+
+    def _connect(self, command: FormGroup) -> dist.Store:
+        timeout = timedelta(seconds=command.timeout_seconds)
+        client = dist.TCPStore(command.store_host, command.store_port, is_master=False, timeout=timeout)
+        return dist.PrefixStore(f"epoch-{command.epoch}", client)
+
+    def _create_user_group(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> ReleasableGroup:
+        """Build the default group or one of the user's sub-groups; torch calls this."""
+        command = self._forming
+        if command is None:
+            raise GroupError("The worker is in no group. Run %openclaw reset to form one.")
+        return self._create(store, command, "default" if size == command.world_size else "sub-group", rank, size)
+
+    def _create(
+        self, store: dist.Store, command: FormGroup, name: str, rank: int | None = None, size: int | None = None
+    ) -> ReleasableGroup:
+        rank = command.rank if rank is None else rank
+        size = command.world_size if size is None else size
+        self._serial += 1
+        address = gloo.private_address(self._tag, command.epoch * 64 + self._serial)
+        self._scissors.append(gloo.Scissors(address))
+        witness = self._apart(lambda: gloo.create(store, rank, size, _BACKEND_LIMIT, address))
+        inner: Any = witness
+        if self.backend == "nccl":
+            inner = dist.ProcessGroupNCCL(dist.PrefixStore("nccl", store), rank, size, _BACKEND_LIMIT)
+        group = ReleasableGroup(
+            inner, rank, size, f"{name} {self._serial}", witness=None if name == "step engine" else witness
+        )
+        self._groups.append(group)
+        return group
+
+    def _apart(self, build: Callable[[], _T]) -> _T:
+        """Run ``build`` on a helper thread and wait for it, but only until this epoch is released."""
+        box: list[_T] = []
+        errors: list[Exception] = []
+        done = threading.Event()
+
+        def run() -> None:
+            try:
+                box.append(build())
+            except Exception as error:
+                # Raised again below, in the thread that waits.
+                errors.append(error)
+            done.set()
+
+        threading.Thread(target=run, name="openclaw-rendezvous", daemon=True).start()
+        while not done.wait(_CUT_AGAIN_SECONDS):
+            if self._stop.is_set():
+                raise ReleasedError(self._cause)
+        if self._stop.is_set():
+            raise ReleasedError(self._cause)
+        if errors:
+            raise GroupError(f"The ranks could not meet: {errors[0]}") from errors[0]
+        return box[0]
+
+
+def _bury(groups: list[ReleasableGroup], scissors: list[gloo.Scissors]) -> None:
+    """Cut the groups' sockets until their backends are silent, then drop them.
+
+    Runs on a thread of its own: a backend's destructor waits for its threads.
+    """
+    deadline = time.monotonic() + _BACKEND_LIMIT.total_seconds()
+    quiet_since = time.monotonic()
+    while time.monotonic() < deadline:
+        found = sum(blade.cut() for blade in scissors)
+        if found or any(group.busy for group in groups):
+            quiet_since = time.monotonic()
+        elif time.monotonic() - quiet_since > 1.0:  # late connections have had time to appear
+            break
+        time.sleep(_CUT_AGAIN_SECONDS)
+    for group in groups:
+        group.bury()
+    for blade in scissors:
+        blade.close()
+
+
+def _agree_on_backend(store: dist.Store, command: FormGroup) -> str:
+    """Return ``nccl`` if it was asked for (or left open) and every rank can use it, else ``gloo``."""
+    can = command.backend in ("auto", "nccl") and dist.is_nccl_available() and torch.cuda.is_available()
+    store.set(f"backend-{command.rank}", "nccl" if can else "gloo")
+    every = [store.get(f"backend-{rank}").decode() for rank in range(command.world_size)]
+    return "nccl" if set(every) == {"nccl"} else "gloo"
+
+
+def host_of_store() -> str:
+    """Return the address that this worker's store listens on."""
+    return os.environ.get("OPENCLAW_STORE_HOST", "127.0.0.1")

@@ -1,0 +1,217 @@
+"""The worker's one way out: what a cell shows, and events, on the engine's own iopub topic.
+
+    print / display / logging ──> Outbox.add ──(every 50 ms)──> Shown event ──> notebook
+                                      └──(what is left at the end)──> the cell's reply
+
+A flood is bounded here, at its source: of each stream the first part is sent, then only the last part
+and the number of lines between. Messages carry no parent, so that ipyparallel's hub and client ignore
+them; the notebook side subscribes to the topic itself.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+from collections import deque
+from typing import Any
+
+from IPython.core.displayhook import DisplayHook
+from IPython.core.displaypub import DisplayPublisher
+
+from openclaw_nb.protocol import codec
+from openclaw_nb.protocol.messages import Event, Shown
+
+TOPIC = b"openclaw."
+HEAD_CHARACTERS = 200_000
+TAIL_CHARACTERS = 20_000
+_FLUSH_SECONDS = 0.05
+_TAIL_SECONDS = 0.5
+
+
+class _Flood:
+    """One stream's bound: how much has passed, and the newest part of what was held back."""
+
+    def __init__(self) -> None:
+        self.passed = 0
+        self.num_lines = 0
+        self._tail: deque[str] = deque()
+        self._size = 0
+        self.changed = False
+
+    def hold(self, text: str) -> None:
+        self.num_lines += text.count("\n")
+        self._tail.append(text[-TAIL_CHARACTERS:])
+        self._size += len(self._tail[-1])
+        while self._size > TAIL_CHARACTERS and len(self._tail) > 1:
+            self._size -= len(self._tail.popleft())
+        self.changed = True
+
+    def tail(self) -> str:
+        text = "".join(self._tail)[-TAIL_CHARACTERS:]
+        return text[text.find("\n") + 1 :] if self.num_lines else text
+
+
+class Outbox:
+    """Collects what the running cell shows and sends it in batches.
+
+    Parameters
+    ----------
+    kernel : ipykernel.kernelbase.Kernel
+        The engine's kernel, whose session and iopub socket are used.
+    """
+
+    def __init__(self, kernel: Any) -> None:
+        self._kernel = kernel
+        self._lock = threading.RLock()
+        self._owner = os.getpid()
+        self._run_id = ""
+        self._entries: list[list[Any]] = []
+        self._floods: dict[str, _Flood] = {}
+        self._seq = 0
+        self._tail_sent = 0.0
+        self._wake = threading.Event()
+        threading.Thread(target=self._send_loop, name="openclaw-outbox", daemon=True).start()
+
+    # -------------------------------------------------------------------------------------- a run
+
+    def begin(self, run_id: str) -> None:
+        """Start collecting for this run."""
+        with self._lock:
+            self._run_id, self._seq = run_id, 0
+            self._entries, self._floods = [], {}
+
+    def end(self) -> tuple[int, list[list[Any]]]:
+        """Stop collecting; return how many batches were sent and what is left to show."""
+        with self._lock:
+            self._hold_tails()
+            entries, self._entries = self._entries, []
+            self._run_id = ""
+            return self._seq, entries
+
+    # ------------------------------------------------------------------------------------ what is shown
+
+    def write(self, name: str, text: str) -> int:
+        """Take text of ``stdout`` or ``stderr``."""
+        if os.getpid() != self._owner:  # a forked child, such as a data-loader worker: its parent reads the pipe
+            os.write(1 if name == "stdout" else 2, text.encode(errors="replace"))
+            return len(text)
+        with self._lock:
+            if not self._run_id:
+                return len(text)  # a thread that outlived its cell: nothing of it may land in a later one
+            flood = self._floods.setdefault(name, _Flood())
+            if flood.passed > HEAD_CHARACTERS:
+                flood.hold(text)
+            else:
+                flood.passed += len(text)
+                self._stream(name, text)
+        self._wake.set()
+        return len(text)
+
+    def _stream(self, name: str, text: str) -> None:
+        if self._entries and self._entries[-1][:2] == ["stream", name]:
+            self._entries[-1][2] += text
+        else:
+            self._entries.append(["stream", name, text])
+
+    def add(self, *entry: Any) -> None:
+        """Take a transcript entry such as ``("display", data, metadata, display_id, update)``."""
+        with self._lock:
+            if self._run_id:
+                self._entries.append(list(entry))
+        self._wake.set()
+
+    # ---------------------------------------------------------------------------------------- sending
+
+    def publish(self, event: Event) -> None:
+        """Send an event at once."""
+        self._kernel.session.send(
+            self._kernel.iopub_socket, "openclaw_event", codec.encode(event), parent={}, ident=self._topic
+        )
+
+    @property
+    def _topic(self) -> bytes:
+        return TOPIC + b"%d" % self._kernel.engine_id
+
+    def _send_loop(self) -> None:
+        while True:
+            self._wake.wait()
+            time.sleep(_FLUSH_SECONDS)
+            self._wake.clear()
+            self.flush()
+
+    def flush(self) -> None:
+        """Send what has been collected since the last batch."""
+        with self._lock:
+            if time.monotonic() - self._tail_sent > _TAIL_SECONDS:
+                self._hold_tails()
+            if not self._entries or not self._run_id:
+                return
+            self._seq += 1
+            event = Shown(
+                run_id=self._run_id, worker=self._kernel.engine_id, seq=self._seq, entries=self._entries
+            )
+            self._entries = []
+            self.publish(event)
+
+    def _hold_tails(self) -> None:
+        for flood in self._floods.values():
+            if flood.changed:
+                self._entries.append(["omit", flood.num_lines, flood.tail()])
+                flood.changed = False
+                self._tail_sent = time.monotonic()
+
+
+class OutboxPublisher(DisplayPublisher):  # type: ignore[misc]
+    """What ``display()`` calls in a cell."""
+
+    outbox: Outbox
+
+    def publish(  # type: ignore[no-untyped-def]
+        self, data, metadata=None, source=None, *, transient=None, update=False, **kwargs
+    ) -> None:
+        """Show a bundle, or update the one with the same display id."""
+        display_id = (transient or {}).get("display_id")
+        self.outbox.add("display", data, metadata or {}, display_id, bool(update))
+
+    def clear_output(self, wait: bool = False) -> None:
+        """Clear what the cell has shown on this rank."""
+        self.outbox.add("clear", bool(wait))
+
+
+class OutboxResult(DisplayHook):  # type: ignore[misc]
+    """What takes the value of a cell's last expression."""
+
+    outbox: Outbox
+    source = ""
+
+    def quiet(self) -> bool:
+        """Whether the cell's last expression ends in a semicolon."""
+        return bool(self.semicolon_at_end_of_expression(self.source))
+
+    def write_output_prompt(self) -> None:
+        """The notebook writes its own label."""
+
+    def write_format_data(self, format_dict, md_dict=None) -> None:  # type: ignore[no-untyped-def]
+        """Send the formatted value."""
+        self.outbox.add("result", format_dict, md_dict or {})
+
+    def finish_displayhook(self) -> None:
+        """Nothing is printed, so there is no line to end."""
+        self._is_active = False
+
+
+def capture(outbox: Outbox, shell: Any) -> None:
+    """Let everything that this process shows go through ``outbox``."""
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        # ipykernel's stream also reads what child processes and C code write to the descriptor
+        # and passes it to its own write.
+        stream.write = lambda text, name=name: outbox.write(name, text)
+    shell.display_pub = OutboxPublisher(parent=shell, shell=shell)
+    shell.display_pub.outbox = outbox
+    # No output cache: it would keep every shown value alive.
+    shell.displayhook = OutboxResult(parent=shell, shell=shell, cache_size=0)
+    shell.displayhook.outbox = outbox
+    shell.display_trap.hook = shell.displayhook

@@ -1,0 +1,59 @@
+"""Importing torch on a thread of its own, so that an engine registers meanwhile."""
+
+from __future__ import annotations
+
+import importlib
+import threading
+
+
+class Preload:
+    """Imports what cells will need, in the background.
+
+    ``torch`` comes first; once it is there `wait` returns, and what the first optimizer would import
+    (seconds that look like a hang) follows.
+    """
+
+    def __init__(self) -> None:
+        self._error: BaseException | None = None
+        self._done = threading.Event()
+        threading.Thread(target=self._run, name="openclaw-import", daemon=True).start()
+
+    def _run(self) -> None:
+        try:
+            importlib.import_module("torch")
+            importlib.import_module("openclaw_nb.engine.group")
+        except BaseException as error:
+            # Kept for whoever waits for torch, who gets it raised.
+            self._error = error
+            return
+        finally:
+            self._done.set()
+        importlib.import_module("torch._dynamo")
+
+    @property
+    def ready(self) -> bool:
+        """Whether torch can be used now."""
+        return self._done.is_set() and self._error is None
+
+    def wait(self) -> None:
+        """Wait until torch can be used.
+
+        Raises
+        ------
+        ImportError
+            When torch could not be imported.
+        """
+        self._done.wait()
+        if self._error is not None:
+            raise ImportError(f"torch cannot be imported on the worker: {self._error}") from self._error
+
+
+_preload: Preload | None = None
+
+
+def start() -> Preload:
+    """Start importing, once a process."""
+    global _preload
+    if _preload is None:
+        _preload = Preload()
+    return _preload

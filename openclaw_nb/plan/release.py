@@ -1,0 +1,143 @@
+"""When a running cell must be released, decided from what is known of its ranks.
+
+Pure: observations in, one decision out. A release needs a positive cause; a rank that is only slow is none.
+
+    a rank raised, died, or the person interrupted  -> release the others now
+    a rank ended its cell, all others wait          -> they wait for it in vain
+    all wait, but not in the same call              -> they wait for each other
+    released, and out of time                       -> give up on those that are still inside
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from enum import Enum
+
+ENDED_SECONDS = 1.0
+MISMATCH_SECONDS = 2.0
+DEADLINE_SECONDS = 2.0
+
+
+class Phase(Enum):
+    """How far a rank is with the cell."""
+
+    RUNNING = "running"
+    DONE = "done"
+    RAISED = "raised"
+    DIED = "died"
+
+
+@dataclass(frozen=True)
+class RankView:
+    """What is known of one rank.
+
+    ``call`` is the collective that it waits in ("" when it computes), ``group`` and ``number`` tell which one,
+    ``waiting_seconds`` for how long; ``line`` and ``code`` are the cell's line it is at.
+    """
+
+    phase: Phase = Phase.RUNNING
+    call: str = ""
+    group: str = ""
+    number: int = 0
+    waiting_seconds: float = 0.0
+    line: int = 0
+    code: str = ""
+    error: str = ""
+
+    def located(
+        self, *, call: str, group: str, number: int, waiting_seconds: float, line: int, code: str
+    ) -> RankView:
+        """Return this view with a newer place."""
+        return replace(
+            self,
+            call=call,
+            group=group,
+            number=number,
+            waiting_seconds=waiting_seconds,
+            line=line,
+            code=code,
+        )
+
+    @property
+    def place(self) -> str:
+        """Where the rank is, in words."""
+        at = f", line {self.line}" if self.line else ""
+        return f"waits in {self.call}{at}" if self.call else f"computes{at}"
+
+
+@dataclass(frozen=True)
+class KeepWaiting:
+    """Nothing to do."""
+
+
+@dataclass(frozen=True)
+class ReleaseNow:
+    """End the cell on every rank that still runs it."""
+
+    cause: str
+
+
+@dataclass(frozen=True)
+class GiveUp:
+    """Return to the person although these ranks are still inside."""
+
+    ranks: tuple[int, ...]
+
+
+Decision = KeepWaiting | ReleaseNow | GiveUp
+
+
+def decide(ranks: Mapping[int, RankView], released_seconds: float | None) -> Decision:
+    """Decide what to do about a running cell.
+
+    Parameters
+    ----------
+    ranks : mapping of int to RankView
+        What is known of each rank.
+    released_seconds : float or None
+        How long ago the cell was released; None if it was not.
+    """
+    running = {r: v for r, v in ranks.items() if v.phase is Phase.RUNNING}
+    if not running:
+        return KeepWaiting()
+    if released_seconds is not None:
+        return GiveUp(tuple(running)) if released_seconds > DEADLINE_SECONDS else KeepWaiting()
+    cause = _failure(ranks) or _ended(ranks, running) or _mismatch(running)
+    return ReleaseNow(cause) if cause else KeepWaiting()
+
+
+def _failure(ranks: Mapping[int, RankView]) -> str:
+    for rank, view in ranks.items():
+        if view.phase is Phase.DIED:
+            return f"rank {rank} died"
+        if view.phase is Phase.RAISED:
+            return f"rank {rank} raised {view.error}"
+    return ""
+
+
+def _ended(ranks: Mapping[int, RankView], running: Mapping[int, RankView]) -> str:
+    done = [rank for rank, view in ranks.items() if view.phase is Phase.DONE]
+    if not done or not all(v.call and v.waiting_seconds > ENDED_SECONDS for v in running.values()):
+        return ""
+    rank, view = next(iter(running.items()))
+    return f"rank {done[0]} has finished the cell, but rank {rank} {view.place}"
+
+
+def _mismatch(running: Mapping[int, RankView]) -> str:
+    if len(running) < 2 or not all(v.call and v.waiting_seconds > MISMATCH_SECONDS for v in running.values()):
+        return ""
+    if len({(v.call, v.group) for v in running.values()}) == 1:
+        return ""  # one slow collective that all take part in
+    return "the ranks wait for each other: " + "; ".join(f"rank {r} {v.place}" for r, v in running.items())
+
+
+def waiting_table(ranks: Mapping[int, RankView]) -> list[tuple[int, str, str]]:
+    """Return rows (rank, what it does and for how long, the cell's line) of who waits where."""
+    return [(rank, _doing(view), f"line {view.line}: {view.code}" if view.line else "") for rank, view in ranks.items()]
+
+
+def _doing(view: RankView) -> str:
+    if view.phase is not Phase.RUNNING:
+        return {Phase.DONE: "has finished", Phase.RAISED: f"raised {view.error}", Phase.DIED: "died"}[view.phase]
+    return f"waits in {view.call} for {view.waiting_seconds:.0f} s" if view.call else "computes"

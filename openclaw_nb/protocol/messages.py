@@ -1,0 +1,204 @@
+"""The whole wire between the notebook side and the workers, in one file.
+
+Commands are verbs and go to a worker; a reply (``Done`` or ``Failed``) answers each of them; events
+are facts that a worker tells on its own. Every message is a frozen dataclass; `codec` turns it into
+JSON-ready dictionaries and back. Messages that concern the process group carry its ``epoch``, the
+number that grows each time a group is formed, so that what belongs to an older group can be dropped.
+
+What travels beside these messages as files (variables) is described in `SendVariables`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+PROTOCOL_VERSION = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class StrategySpec:
+    """How a strategy cell is to be run; the options of the cell's first line.
+
+    ``name`` is the strategy's word, ``options`` what only this strategy knows (``sync_frequency``, ...).
+    ``model``, ``optimizer`` and ``loader`` are names given explicitly, or None to find them by type.
+    """
+
+    name: str
+    options: dict[str, Any] = field(default_factory=dict)
+    model: str | None = None
+    optimizer: str | None = None
+    loader: str | None = None
+    split: str = "loader"
+    reduction: str = "auto"
+    sync_batchnorm: bool = True
+
+
+# ---------------------------------------------------------------------------------------- commands
+
+
+@dataclass(frozen=True, kw_only=True)
+class FormGroup:
+    """Join the group of this epoch; answered when the group stands."""
+
+    epoch: int
+    rank: int
+    world_size: int
+    store_host: str
+    store_port: int
+    backend: str
+    timeout_seconds: float
+    directory: str
+    search_path: list[str]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunCell:
+    """Run one cell's source on this worker."""
+
+    run_id: str
+    epoch: int
+    source: str
+    execution_count: int
+    strategy: StrategySpec | None = None
+    compare_names: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class SendVariables:
+    """Write variables as a file on this host, for the notebook to read.
+
+    The file holds one pickle (protocol 5) and its buffers; see `codec.write_variables`.
+    """
+
+    names: list[str]
+    path: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReceiveVariables:
+    """Take the variables of a file on this host into the namespace."""
+
+    path: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class DescribeVariables:
+    """Say type, size and a digest of variables without sending them."""
+
+    names: list[str]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Complete:
+    """Complete Python code against the worker's namespace."""
+
+    code: str
+    cursor: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Release:
+    """End the running cell: cut this epoch's collectives, then interrupt what still runs.
+
+    ``grace_seconds`` is how long Python code that waits in no collective may go on before it is interrupted.
+    """
+
+    epoch: int
+    run_id: str
+    cause: str
+    grace_seconds: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Locate:
+    """Say at once, also while a cell runs, what the worker is doing and where."""
+
+
+Command = (
+    FormGroup | RunCell | SendVariables | ReceiveVariables | DescribeVariables | Complete | Release | Locate
+)
+
+# ----------------------------------------------------------------------------------------- replies
+
+
+@dataclass(frozen=True, kw_only=True)
+class Done:
+    """The command was carried out; ``value`` depends on the command."""
+
+    value: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Failed:
+    """The command could not be carried out, or the cell raised.
+
+    ``consequence`` is True when the error is only what another rank's failure did to this one;
+    ``at`` is the worker's clock (seconds since the epoch) when it was raised.
+    """
+
+    error_type: str
+    message: str
+    traceback: list[str]
+    consequence: bool = False
+    interrupted: bool = False
+    at: float = 0.0
+    value: dict[str, Any] = field(default_factory=dict)
+
+
+Reply = Done | Failed
+
+# ------------------------------------------------------------------------------------------ events
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shown:
+    """What a cell showed: a batch of transcript entries, in order.
+
+    Each entry is ``[kind, ...]`` with kind ``stream``, ``display``, ``result``, ``clear`` or ``omit``.
+    ``seq`` counts the batches of a run from 1; the reply of the cell says how many there were.
+    """
+
+    run_id: str
+    worker: int
+    seq: int
+    entries: list[list[Any]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Whereabouts:
+    """What a worker is doing while it runs a cell.
+
+    ``call`` is the collective it waits in, or "" when it computes; ``group`` tells groups apart;
+    ``number`` counts its collectives, so that progress shows; ``line`` is the cell's line.
+    """
+
+    worker: int
+    run_id: str
+    epoch: int
+    call: str
+    group: str
+    number: int
+    seconds: float
+    line: int
+    code: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measured:
+    """One worker's progress in a strategy cell since the last such event.
+
+    ``samples`` are this worker's own, ``loss`` the newest global loss or None.
+    """
+
+    worker: int
+    run_id: str
+    seq: int
+    at: float
+    steps: int
+    samples: int
+    loss: float | None
+    seconds: dict[str, float] = field(default_factory=dict)
+
+
+Event = Shown | Whereabouts | Measured

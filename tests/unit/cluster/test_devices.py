@@ -1,0 +1,392 @@
+"""Devices: what is found, who gets which, and what readings of real processes say."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from openclaw_nb.cluster import devices
+from openclaw_nb.cluster.devices import Device, DeviceReader, DeviceReading, choose_devices
+from openclaw_nb.core.errors import ResourceError, UnknownNameError, UsageError
+
+Start = Callable[[str], int]
+GIB = 1024**3
+CORES = [Device(f"CPU-{k}", "cpu", k, "core") for k in range(4)]
+GPUS = [Device(f"GPU-{k}", "gpu", k, "gpu", 80 * GIB) for k in range(2)]
+
+
+def choose(
+    n: object = None,
+    ids: object = None,
+    *,
+    available: list[Device] | None = None,
+    memory: float = 100,
+    oversubscribe: bool = False,
+) -> list[str]:
+    chosen = choose_devices(
+        n,  # type: ignore[arg-type]
+        ids,  # type: ignore[arg-type]
+        available=CORES if available is None else available,
+        memory_available_bytes=int(memory * GIB),
+        oversubscribe=oversubscribe,
+    )
+    return [device.id for device in chosen]
+
+
+# ------------------------------------------------------------------------------------------------- choosing
+
+
+@pytest.mark.parametrize("auto", [None, "auto", " AUTO ", ["auto"]])
+def test_automatic_takes_all_gpus_before_cores(auto: object) -> None:
+    assert choose(ids=auto, available=[*GPUS, *CORES]) == ["GPU-0", "GPU-1"]
+    assert choose(ids=auto) == ["CPU-0", "CPU-1", "CPU-2", "CPU-3"]
+
+
+@pytest.mark.parametrize(("memory", "count"), [(100, 4), (8, 4), (7.9, 3), (4, 2), (2, 1), (0.5, 1)])
+def test_default_number_on_cores_is_what_memory_allows(memory: float, count: int) -> None:
+    assert len(choose(memory=memory)) == count
+
+
+def test_named_devices_come_in_their_order() -> None:
+    assert choose(ids="CPU-3, cpu-1") == ["CPU-3", "CPU-1"]
+    assert choose(2, ["GPU-1", "CPU-0"], available=[*GPUS, *CORES]) == ["GPU-1", "CPU-0"]
+
+
+def test_more_workers_than_cores_says_both_numbers_and_the_way_out() -> None:
+    with pytest.raises(
+        ResourceError, match=r"5 workers .* 4 cores .*--oversubscribe.*OPENCLAW_OVERSUBSCRIBE=1"
+    ):
+        choose(5)
+    assert choose(5, oversubscribe=True) == ["CPU-0", "CPU-1", "CPU-2", "CPU-3", "CPU-0"]
+
+
+def test_more_workers_than_gpus_is_an_error_even_if_cores_are_left() -> None:
+    with pytest.raises(ResourceError, match=r"3 workers .* 2 GPUs"):
+        choose(3, available=[*GPUS, *CORES])
+
+
+@pytest.mark.parametrize("ids", [None, "CPU-0,CPU-1,CPU-2"])
+def test_short_memory_names_the_amounts(ids: str | None) -> None:
+    with pytest.raises(ResourceError, match=r"3 workers .* 1\.7 GiB .* \(5\.0 GiB .* 2 GiB.* at most 2"):
+        choose(3, ids, memory=5)
+    assert len(choose(3, ids, memory=5, oversubscribe=True)) == 3
+
+
+def test_one_worker_that_was_asked_for_is_told_of_short_memory_too() -> None:
+    with pytest.raises(ResourceError, match=r"0\.5 GiB of memory each .* Free memory"):
+        choose(1, memory=0.5)
+
+
+def test_number_and_list_must_agree() -> None:
+    with pytest.raises(UsageError, match=r"3 workers .* names 2 \(CPU-0, CPU-1\)"):
+        choose(3, "CPU-0,CPU-1")
+
+
+def test_a_device_twice_needs_oversubscribe() -> None:
+    with pytest.raises(ResourceError, match=r"more than once: CPU-1\."):
+        choose(ids="CPU-1,CPU-0,CPU-1")
+    assert choose(ids="CPU-1,CPU-1", oversubscribe=True) == ["CPU-1", "CPU-1"]
+
+
+def test_gpu_where_there_is_none_says_how_to_fall_back() -> None:
+    with pytest.raises(
+        UnknownNameError, match=r"GPU-0.*--devices auto.*--devices CPU-0,CPU-1.*fallback: cpu"
+    ):
+        choose(ids="GPU-0")
+
+
+@pytest.mark.parametrize("ids", ["CPU-9", "GPU-7", "TPU-0", "0"])
+def test_unknown_device_lists_what_there_is(ids: str) -> None:
+    with pytest.raises(UnknownNameError, match=f"no device '{ids}'.*CPU-0, CPU-1, .*GPU-0, GPU-1"):
+        choose(ids=ids, available=[*GPUS, *CORES])
+
+
+@pytest.mark.parametrize("n", [0, -1, True, 2.0, "2"])
+def test_a_number_of_workers_is_a_count(n: object) -> None:
+    with pytest.raises(UsageError, match="number of workers"):
+        choose(n)
+
+
+@pytest.mark.parametrize("ids", ["", " , ", []])
+def test_an_empty_list_is_not_automatic(ids: object) -> None:
+    with pytest.raises(UsageError, match="empty"):
+        choose(ids=ids)
+
+
+@pytest.mark.parametrize(
+    ("workers", "cores", "threads"), [(1, 8, 8), (2, 8, 4), (3, 8, 2), (8, 8, 1), (9, 8, 1), (4, 1, 1)]
+)
+def test_threads_never_exceed_the_cores(workers: int, cores: int, threads: int) -> None:
+    assert devices.threads_per_worker(workers, cores) == threads
+
+
+# ------------------------------------------------------------------------------------- cores, memory, limits
+
+
+def write(root: Path, files: dict[str, str]) -> Path:
+    for name, content in files.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(content)
+    return root
+
+
+def test_cores_and_memory_without_container_are_those_of_the_process(tmp_path: Path) -> None:
+    assert devices.usable_cores(tmp_path) == len(os.sched_getaffinity(0))
+    assert devices.total_memory_bytes(tmp_path) == psutil.virtual_memory().total
+
+
+def test_list_has_a_device_for_each_usable_core() -> None:
+    cores = [device for device in devices.list_devices() if device.kind == "cpu"]
+    assert [c.id for c in cores] == [f"CPU-{k}" for k in range(devices.usable_cores())]
+    assert all(core.name for core in cores)
+
+
+@pytest.mark.parametrize("quota", ["150000 100000", "50000 100000", "100000 100000"])
+def test_cpu_quota_counts_whole_cores_and_at_least_one(tmp_path: Path, quota: str) -> None:
+    v2 = write(tmp_path / "v2", {"proc/self/cgroup": "0::/a/b\n", "sys/fs/cgroup/a/cpu.max": quota})
+    assert devices.usable_cores(v2) == 1
+    microseconds, period = quota.split()
+    v1 = {
+        "proc/self/cgroup": "3:cpuset:/\n2:cpu,cpuacct:/docker/x\n1:memory:/m\n0::/\n",
+        "sys/fs/cgroup/cpu/cpu.cfs_quota_us": microseconds + "\n",
+        "sys/fs/cgroup/cpu/cpu.cfs_period_us": period + "\n",
+    }
+    assert devices.usable_cores(write(tmp_path / "v1", v1)) == 1
+
+
+@pytest.mark.parametrize("quota", ["max 100000", "6400000 100000"])
+def test_a_wide_quota_leaves_the_affinity(tmp_path: Path, quota: str) -> None:
+    write(tmp_path, {"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/cpu.max": quota})
+    assert devices.usable_cores(tmp_path) == len(os.sched_getaffinity(0))
+
+
+def test_memory_is_bounded_by_the_tightest_level_without_droppable_pages(tmp_path: Path) -> None:
+    v2 = {
+        "proc/self/cgroup": "0::/pod/box\n",
+        "sys/fs/cgroup/pod/memory.max": str(300 * 2**20),
+        "sys/fs/cgroup/pod/memory.current": str(100 * 2**20),
+        "sys/fs/cgroup/pod/memory.stat": f"anon 1\ninactive_file {30 * 2**20}\n",
+        "sys/fs/cgroup/pod/box/memory.max": "max\n",
+        "sys/fs/cgroup/pod/box/memory.current": "5\n",
+    }
+    write(tmp_path, v2)
+    assert devices.available_memory_bytes(tmp_path) == 230 * 2**20
+    assert devices.total_memory_bytes(tmp_path) == 300 * 2**20
+
+
+def test_memory_limit_of_version_1_where_the_path_is_the_hosts(tmp_path: Path) -> None:
+    v1 = {
+        "proc/self/cgroup": "4:memory:/docker/not-here\n",
+        "sys/fs/cgroup/memory/memory.limit_in_bytes": str(200 * 2**20),
+        "sys/fs/cgroup/memory/memory.usage_in_bytes": str(250 * 2**20),
+        "sys/fs/cgroup/memory/memory.stat": "inactive_file 7\ntotal_inactive_file 0\n",
+    }
+    write(tmp_path, v1)
+    assert devices.total_memory_bytes(tmp_path) == 200 * 2**20
+    assert devices.available_memory_bytes(tmp_path) == 0
+
+
+# ------------------------------------------------------------------------------------------------------ GPUs
+
+SMI = """#!/bin/sh
+case "$1" in
+--query-gpu=index,uuid,name,memory.total)
+  echo "0, GPU-5f0a, NVIDIA H200, 143771"
+  echo "1, GPU-77bc, NVIDIA GB10, [N/A]" ;;
+--query-gpu=index,utilization.gpu,memory.used,memory.total,temperature.gpu,power.draw)
+  echo "0, 37, 1024, 143771, 41, 118.52"
+  echo "1, [N/A], [N/A], [N/A], [Not Supported], [Unknown Error]" ;;
+*) exit 2 ;;
+esac
+"""
+
+
+@pytest.fixture
+def smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A program in the place of nvidia-smi, to be written by the test; nothing else is on the path."""
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    return tmp_path / "nvidia-smi"
+
+
+def put(program: Path, text: str) -> None:
+    program.write_text(text)
+    program.chmod(0o755)
+
+
+def gpus() -> list[Device]:
+    return [device for device in devices.list_devices() if device.kind == "gpu"]
+
+
+def test_gpus_are_listed_before_cores(smi: Path) -> None:
+    put(smi, SMI)
+    assert devices.list_devices()[:2] == [
+        Device("GPU-0", "gpu", 0, "NVIDIA H200", 143771 * 2**20),
+        Device("GPU-1", "gpu", 1, "NVIDIA GB10", None),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("visible", "ids"),
+    [
+        ("1", ["GPU-1"]),
+        ("1,0", ["GPU-1", "GPU-0"]),
+        ("GPU-77", ["GPU-1"]),
+        ("0,5,1", ["GPU-0"]),
+        ("", []),
+        ("-1", []),
+        ("GPU-", []),
+    ],
+)
+def test_cuda_visible_devices_is_honoured(
+    smi: Path, monkeypatch: pytest.MonkeyPatch, visible: str, ids: list[str]
+) -> None:
+    put(smi, SMI)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert [device.id for device in gpus()] == ids
+
+
+def test_gpu_readings_have_none_where_the_driver_has_no_number(smi: Path) -> None:
+    put(smi, SMI)
+    assert devices.read_gpu(0) == DeviceReading(37.0, 1024 * 2**20, 143771 * 2**20, 41.0, 118.52)
+    assert devices.read_gpu(1) == DeviceReading()
+    assert devices.read_gpu(2) == DeviceReading()
+
+
+@pytest.mark.parametrize(
+    "text", ["#!/bin/sh\necho '0, 1, 2'\n", "#!/bin/sh\necho failed; exit 9\n", "not a program"]
+)
+def test_a_failing_nvidia_smi_means_no_gpus(smi: Path, text: str) -> None:
+    put(smi, text)
+    assert gpus() == []
+    assert devices.read_gpu(0) == DeviceReading()
+
+
+def test_no_nvidia_smi_means_no_gpus(smi: Path) -> None:
+    assert not smi.exists()
+    assert gpus() == []
+    assert devices.read_gpu(0) == DeviceReading()
+
+
+def test_a_hanging_nvidia_smi_is_given_up(smi: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    put(smi, "#!/bin/sh\nexec /bin/sleep 60\n")
+    monkeypatch.setattr(devices, "_SMI_SECONDS", 0.2)
+    started = time.monotonic()
+    assert gpus() == []
+    assert time.monotonic() - started < 10
+
+
+def test_one_query_serves_all_gpus_for_half_a_second(smi: Path, tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    put(smi, SMI.replace("#!/bin/sh\n", f"#!/bin/sh\necho asked >> {log}\n"))
+    now = [100.0]
+    reader = DeviceReader(clock=lambda: now[0])
+    reader.read_gpu(0)
+    reader.read_gpu(1)
+    now[0] = 100.4
+    reader.read_gpu(0)
+    assert log.read_text().count("asked") == 1
+    now[0] = 100.6
+    assert reader.read_gpu(0).utilisation_percent == 37.0
+    assert log.read_text().count("asked") == 2
+
+
+# -------------------------------------------------------------------------------------------------- workers
+
+
+@pytest.fixture
+def python() -> Iterator[Start]:
+    """Start Python programs that say ``up`` when they are; all are killed at the end."""
+    started: list[subprocess.Popen[bytes]] = []
+
+    def start(code: str) -> int:
+        process = subprocess.Popen(
+            [sys.executable, "-I", "-S", "-c", code], stdout=subprocess.PIPE, start_new_session=True
+        )
+        started.append(process)
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"up\n"
+        return process.pid
+
+    yield start
+    for process in started:
+        os.killpg(process.pid, 9)  # its own session, so that its children are meant too
+        process.communicate()
+
+
+IDLE = "import time; print('up', flush=True); time.sleep(60)"
+BUSY_CHILD = """
+import os, time
+if os.fork() == 0:
+    while True: pass
+print("up", flush=True); time.sleep(60)
+"""
+
+
+def test_first_reading_has_no_utilisation_and_idle_is_near_zero(python: Start) -> None:
+    reader, pid = DeviceReader(), python(IDLE)
+    assert reader.read_cpu_worker(pid).utilisation_percent is None
+    time.sleep(0.3)
+    assert reader.read_cpu_worker(pid).utilisation_percent == pytest.approx(0, abs=5)
+
+
+def test_utilisation_is_that_of_the_children_too(python: Start) -> None:
+    reader, pid = DeviceReader(), python(BUSY_CHILD)
+    (child,) = psutil.Process(pid).children()
+    reader.read_cpu_worker(pid)
+    started, before = time.monotonic(), child.cpu_times().user
+    time.sleep(1.0)
+    percent = reader.read_cpu_worker(pid).utilisation_percent
+    spent = 100 * (child.cpu_times().user - before) / (time.monotonic() - started)
+    assert percent is not None
+    assert spent > 5
+    assert percent == pytest.approx(spent, abs=10)
+
+
+def test_utilisation_stays_within_one_core(python: Start) -> None:
+    pid = python(BUSY_CHILD.replace("if os.fork() == 0:", "if os.fork() == 0 or os.fork() == 0:"))
+    percent = devices.read_cpu_worker(pid, interval_seconds=0.5).utilisation_percent
+    assert percent is not None
+    assert 5 < percent <= 100
+
+
+def test_memory_counts_a_childs_own_pages_and_shared_ones_once(python: Start) -> None:
+    code = """
+import os, time
+shared = bytearray(os.urandom(1) * (120 << 20))
+ready, written = os.pipe()
+if os.fork() == 0:
+    own = bytearray(os.urandom(1) * (60 << 20))
+    os.write(written, b"x"); time.sleep(60)
+os.read(ready, 1)
+print("up", flush=True); time.sleep(60)
+"""
+    reading = devices.read_cpu_worker(python(code))
+    assert reading.memory_used_bytes is not None
+    # 120 MiB in both, 60 MiB in the child alone; the interpreters take some 15 MiB. Counted twice: over 300.
+    assert 180 * 2**20 < reading.memory_used_bytes < 230 * 2**20
+    assert reading.memory_total_bytes == devices.total_memory_bytes()
+
+
+def test_a_process_that_ended_has_no_readings() -> None:
+    ended = subprocess.Popen([sys.executable, "-I", "-S", "-c", ""])
+    reader = DeviceReader()
+    reader.read_cpu_worker(ended.pid)
+    ended.wait()
+    assert reader.read_cpu_worker(ended.pid) == DeviceReading()
+    assert reader.read_cpu_worker(-3) == DeviceReading()
+    assert reader.read_cpu_worker(2**70) == DeviceReading()
+
+
+def test_a_zombie_has_no_readings() -> None:
+    with subprocess.Popen([sys.executable, "-I", "-S", "-c", ""]) as zombie:
+        while psutil.Process(zombie.pid).status() != psutil.STATUS_ZOMBIE:
+            time.sleep(0.01)
+        assert DeviceReader().read_cpu_worker(zombie.pid) == DeviceReading()
