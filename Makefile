@@ -12,8 +12,6 @@ STAMP := .venv/.installed
 EXECUTE := $(PY) -m nbconvert --to notebook --execute --ExecutePreprocessor.kernel_name=python3 \
 	--ExecutePreprocessor.timeout=300 --output-dir build
 
-# The last line that `make demo` prints is a path, also when make was called with -C.
-MAKEFLAGS += --no-print-directory
 # A python3 kernel that the person registered elsewhere must not be taken for the one in .venv.
 export JUPYTER_PREFER_ENV_PATH := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
@@ -48,7 +46,7 @@ check: $(STAMP) ## lint, format, types and layers
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy
-	.venv/bin/lint-imports
+	.venv/bin/lint-imports --no-logo
 
 fmt: $(STAMP) ## put the code into its usual form
 	$(PY) -m ruff check --fix .

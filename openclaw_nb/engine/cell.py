@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
+from openclaw_nb.core.errors import OpenClawError
+
 
 @dataclass(frozen=True)
 class Outcome:
@@ -40,6 +42,8 @@ class CellRunner:
         self._traceback: list[str] = []
         self._code_name = ""
         shell._showtraceback = self._keep_traceback
+        self._show = shell.showtraceback
+        shell.showtraceback = self._show_traceback
 
     # ------------------------------------------------------------------------------------ running
 
@@ -92,6 +96,25 @@ class CellRunner:
 
     def _keep_traceback(self, error_type: type, error: BaseException, lines: list[str]) -> None:
         self._traceback = list(lines)
+
+    def _show_traceback(self, *args: Any, **kwargs: Any) -> None:
+        """Draw a traceback the usual way, but cheaply where nobody reads more than the cell's line.
+
+        Errors of this package and interrupts end at the cell's own line: drawing what torch did below it
+        takes half a second, and others wait for this rank.
+        """
+        kind, error, trace = sys.exc_info()
+        if kind is None or not issubclass(kind, OpenClawError | KeyboardInterrupt):
+            self._show(*args, **kwargs)
+            return
+        end = last = trace
+        while last is not None:
+            if last.tb_frame.f_code.co_filename in self._shell.compile._filename_map:
+                end = last
+            last = last.tb_next
+        if end is not None:
+            end.tb_next = None
+        self._show((kind, error, trace), **kwargs)
 
     # ----------------------------------------------------------------------------------- interrupting
 

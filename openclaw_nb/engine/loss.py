@@ -75,9 +75,9 @@ class Tracked(Tensor):
                 _record(func, given, kwargs, args[0])
             return result
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, **kwargs: Any) -> str:  # type: ignore[override]
         with _as_plain(self):
-            return str(Tensor.__repr__(self, tensor_contents=tensor_contents))  # type: ignore[no-untyped-call]
+            return str(Tensor.__repr__(self, **kwargs))  # type: ignore[no-untyped-call]
 
     def __format__(self, spec: str) -> str:
         with _as_plain(self):

@@ -27,7 +27,7 @@ from openclaw_nb.engine.loss_rules import refuse_by_rule
 # inside a function keeps 1e-7. A loss of another kind is off by far more than 1e-6.
 RELATIVE_TOLERANCE = 1e-6
 
-# What a replay on data that the cell never saw may raise: shapes that do not fit, labels out of range, a domain.
+# What a replay may raise on data that the cell never saw: shapes that do not fit, labels out of range.
 _FAILURES = (RuntimeError, ValueError, TypeError, IndexError, KeyError, AttributeError, AssertionError)
 
 
@@ -95,21 +95,24 @@ class _Trial:
         self.splits = _splits(replay.num_rows)
 
     def verdict(self) -> LossKind:
-        failure = ""
+        reason = ""  # of the likeliest way to settle the doubts
         for picked in self.replay.combinations():
             try:
                 kind = self._kind(picked)
             except _FAILURES as error:
-                failure = failure or str(error).splitlines()[0]
+                reason = (
+                    reason or f"the loss cannot be judged on parts of the batch: {str(error).splitlines()[0]}"
+                )
                 continue
             if kind is not None:
                 self._confirm_outputs(kind, picked)
                 self._confirm_masks(kind, picked)
                 self._confirm_factors(kind, picked)
                 return kind
-        if failure:
-            raise RefusedTail(f"the loss cannot be computed on a part of the batch ({failure})")
-        raise RefusedTail("the loss on the batch is neither the mean nor the sum of the losses on its parts")
+            reason = (
+                reason or "the loss of the batch is neither the mean nor the sum of the losses of its parts"
+            )
+        raise RefusedTail(reason)
 
     def _kind(self, picked: Picked) -> LossKind | None:
         """Kind on the real outputs, or on others where these cannot tell; None if neither."""

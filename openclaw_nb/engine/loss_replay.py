@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -111,7 +112,8 @@ class Replay:
         """
         results: dict[Op, Any] = {}
         call = _Call(self, rows, picked, masks, results)
-        with torch.autocast("cpu", enabled=False):
+        with torch.autocast("cpu", enabled=False), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # a wrong guess may broadcast
             for op in self.ops:
                 with _nothing_random(op):
                     results[op] = self.take(op.value, rows, outputs) if op.value is not None else call(op)

@@ -179,8 +179,8 @@ def _no_model(scene: Scene, roots: Mapping[str, nn.Module], optimizers: Mapping[
     built = [build for build in scene.built((nn.Module, Optimizer), but=(_Loss,)) if build.target]
     if roots:
         said.append(
-            f"It does reach {_described(roots)}, of whose parameters {_listed(optimizers)} holds none: run the "
-            f"cell that builds the optimizer again, or choose with --model {next(iter(roots))}."
+            f"It does reach {_described(roots)}, of whose parameters {_listed(optimizers)} holds none: run "
+            f"the cell that builds the optimizer again, or choose with --model {next(iter(roots))}."
         )
     elif built:
         calls = _listed(f"{build.target} = {build.callee}(...)" for build in built)
@@ -236,8 +236,8 @@ def _check_all_chosen(scene: Scene, name: str, optimizer: Optimizer, models: Map
     owner = _owner(scene, stranger)
     if owner is None:
         raise RefusedError(
-            f"Optimizer `{name}` holds parameters of {mine} and {_tensor_name(scene, stranger)}, which belongs "
-            "to no model: make it an nn.Parameter attribute of the model."
+            f"Optimizer `{name}` holds parameters of {mine} and {_tensor_name(scene, stranger)}, which "
+            "belongs to no model: make it an nn.Parameter attribute of the model."
         )
     inside = _ids(owner[1].modules())
     names = [key for key, m in models.items() if id(m) not in inside] + [owner[0]]

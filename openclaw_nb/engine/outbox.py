@@ -99,7 +99,9 @@ class Outbox:
             return len(text)
         with self._lock:
             if not self._run_id:
-                return len(text)  # a thread that outlived its cell: nothing of it may land in a later one
+                # The engine's own log, or a thread that outlived its cell: nothing of it may land in a later one.
+                self._log(text)
+                return len(text)
             flood = self._floods.setdefault(name, _Flood())
             if flood.passed > HEAD_CHARACTERS:
                 flood.hold(text)
@@ -108,6 +110,11 @@ class Outbox:
                 self._stream(name, text)
         self._wake.set()
         return len(text)
+
+    def _log(self, text: str) -> None:
+        descriptor = getattr(sys.stderr, "_original_stdstream_copy", None)
+        if descriptor is not None:
+            os.write(descriptor, text.encode(errors="replace"))
 
     def _stream(self, name: str, text: str) -> None:
         if self._entries and self._entries[-1][:2] == ["stream", name]:
@@ -168,6 +175,9 @@ class OutboxPublisher(DisplayPublisher):  # type: ignore[misc]
 
     outbox: Outbox
 
+    def set_parent(self, parent: Any) -> None:
+        """The kernel tells which request it works on; the outbox knows its run itself."""
+
     def publish(  # type: ignore[no-untyped-def]
         self, data, metadata=None, source=None, *, transient=None, update=False, **kwargs
     ) -> None:
@@ -185,6 +195,9 @@ class OutboxResult(DisplayHook):  # type: ignore[misc]
 
     outbox: Outbox
     source = ""
+
+    def set_parent(self, parent: Any) -> None:
+        """The kernel tells which request it works on; the outbox knows its run itself."""
 
     def quiet(self) -> bool:
         """Whether the cell's last expression ends in a semicolon."""

@@ -28,7 +28,8 @@ class Preload:
             return
         finally:
             self._done.set()
-        importlib.import_module("torch._dynamo")
+        for name in _LATER:
+            importlib.import_module(name)
 
     @property
     def ready(self) -> bool:
@@ -47,6 +48,9 @@ class Preload:
         if self._error is not None:
             raise ImportError(f"torch cannot be imported on the worker: {self._error}") from self._error
 
+
+# What the first traceback, and the first optimizer, would import: seconds that look like a hang.
+_LATER = ("stack_data", "pygments.lexers.python", "pygments.formatters.terminal256", "torch._dynamo")
 
 _preload: Preload | None = None
 
