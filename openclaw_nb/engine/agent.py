@@ -38,7 +38,6 @@ if TYPE_CHECKING:
     from openclaw_nb.engine.group import GroupService
 
 _BEAT_SECONDS = 0.5
-_PEER_LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Connection refused")
 
 
 class Agent:
@@ -185,9 +184,7 @@ class Agent:
         return Publisher(self.outbox, self._kernel.engine_id, command.run_id)
 
     def _is_consequence(self, error: BaseException) -> bool:
-        if isinstance(error, ReleasedError) or self._released:
-            return True
-        return isinstance(error, RuntimeError) and any(text in str(error) for text in _PEER_LOST)
+        return isinstance(error, ReleasedError) or bool(self._released)
 
     # ---------------------------------------------------------------------------------------- at once
 

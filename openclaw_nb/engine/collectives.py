@@ -22,10 +22,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
 
 from openclaw_nb.core.errors import MismatchError, OpenClawError, ReleasedError
 
 _SIGNATURE_BYTES = 192
+# How gloo says that a peer left: always the consequence of something that happened there.
+_PEER_LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Connection refused")
 
 
 @dataclass(frozen=True)
@@ -61,6 +64,8 @@ class PendingWork(dist.Work):  # type: ignore[misc]
 
     def finish(self, error: Exception | None) -> None:
         """Set the outcome once; later outcomes are dropped."""
+        if error is not None and any(text in str(error) for text in _PEER_LOST):
+            error = ReleasedError(f"{self.call}: the connection to another rank is gone")
         with self._lock:
             if self._finished.is_set():
                 return
@@ -292,7 +297,7 @@ class ReleasableGroup(dist.ProcessGroup):  # type: ignore[misc]
     def allreduce(self, tensors: Any, opts: Any = None) -> PendingWork:
         """Reduce tensors over all ranks, in place."""
         tensors = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
-        opts = opts if opts is not None else dist.AllreduceOptions()
+        opts = opts if opts is not None else c10d.AllreduceOptions()
         return self._call("allreduce", (tensors, opts), tensors, signature("all_reduce", tensors, _op(opts)))
 
     def allreduce_coalesced(self, tensors: list[torch.Tensor], opts: Any) -> PendingWork:
@@ -303,7 +308,7 @@ class ReleasableGroup(dist.ProcessGroup):  # type: ignore[misc]
     def broadcast(self, tensors: Any, opts: Any = None) -> PendingWork:
         """Send the root's tensors to all ranks."""
         tensors = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
-        opts = opts if opts is not None else dist.BroadcastOptions()
+        opts = opts if opts is not None else c10d.BroadcastOptions()
         text = signature("broadcast", tensors, f"src={opts.rootRank}")
         return self._call("broadcast", (tensors, opts), tensors, text)
 
@@ -314,18 +319,18 @@ class ReleasableGroup(dist.ProcessGroup):  # type: ignore[misc]
 
     def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> PendingWork:
         """Gather every rank's tensors on every rank."""
-        opts = opts if opts is not None else dist.AllgatherOptions()
+        opts = opts if opts is not None else c10d.AllgatherOptions()
         return self._call("allgather", (outputs, inputs, opts), outputs, signature("all_gather", inputs))
 
     def allgather_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> PendingWork:
         """Gather several tensors at once."""
-        opts = opts if opts is not None else dist.AllgatherOptions()
+        opts = opts if opts is not None else c10d.AllgatherOptions()
         text = signature("all_gather_coalesced", inputs)
         return self._call("allgather_coalesced", (outputs, inputs, opts), outputs, text)
 
     def all_gather_single(self, output: torch.Tensor, source: torch.Tensor, opts: Any = None) -> PendingWork:
         """Gather into one tensor."""
-        opts = opts if opts is not None else dist.AllgatherOptions()
+        opts = opts if opts is not None else c10d.AllgatherOptions()
         text = signature("all_gather_into_tensor", [source])
         return self._call("_allgather_base", (output, source, opts), [output], text)
 
@@ -370,7 +375,7 @@ class ReleasableGroup(dist.ProcessGroup):  # type: ignore[misc]
 
     def barrier(self, opts: Any = None) -> PendingWork:
         """Wait until every rank has come."""
-        opts = opts if opts is not None else dist.BarrierOptions()
+        opts = opts if opts is not None else c10d.BarrierOptions()
         return self._call("barrier", (opts,), [], "barrier()")
 
     def send(self, tensors: list[torch.Tensor], dst: int, tag: int) -> PendingWork:

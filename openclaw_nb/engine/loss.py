@@ -9,6 +9,8 @@ operations say about the loss is found by `loss_kind`. Does not know ranks, or w
                     recorder.clear()                             every tensor is plain again
                     the backward pass; then the numbers are filled with their global values
 
+Clear before the pass: for a subclass torch looks `Tensor.backward` up again, and a patched one runs twice.
+
 A tracked tensor holds what led to it, as its autograd graph does, and nothing else does: a result that the
 cell drops is freed at once, and `Recorder.clear` leaves plain tensors behind, wherever the cell keeps them.
 """

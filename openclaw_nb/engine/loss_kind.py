@@ -100,9 +100,7 @@ class _Trial:
             try:
                 kind = self._kind(picked)
             except _FAILURES as error:
-                reason = (
-                    reason or f"the loss cannot be judged on parts of the batch: {str(error).splitlines()[0]}"
-                )
+                reason = reason or f"the loss cannot be judged on parts of the batch: {_first_line(error)}"
                 continue
             if kind is not None:
                 self._confirm_outputs(kind, picked)
@@ -215,3 +213,7 @@ def _shrunk(value: Tensor) -> Tensor:
 def _coin(value: Tensor) -> Tensor:
     """Other entries for a mask; labels and weights stay."""
     return _noise(value.double()) > 0.3 if value.dtype is torch.bool else value
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error) or type(error).__name__).splitlines()[0]

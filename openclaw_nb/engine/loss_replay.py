@@ -223,6 +223,8 @@ class _Call:
             return self._scaled(op)
         if op.name == "__getitem__":
             return (op.args[0], self._positions(op.args[1]))
+        if op.name == "ctc_loss":
+            return tuple(self._lengths(part) for part in op.args)
         return op.args
 
     def _scaled(self, op: Op) -> tuple[Any, ...]:
@@ -232,6 +234,12 @@ class _Call:
         assert number is not None
         inverse = op.name in MULTIPLYING and self.replay.is_size(op, number)
         return (*op.args[:at], number / self.ratio if inverse else number * self.ratio, *op.args[at + 1 :])
+
+    def _lengths(self, part: Any) -> Any:
+        """Cut a tuple of one length a sample to the rows, as a tensor of lengths would be."""
+        if type(part) is tuple and len(part) == self.replay.num_samples:
+            return tuple(part[row] for row in self.rows)
+        return part
 
     def _positions(self, index: Any) -> Any:
         """Turn an index that numbers the samples, such as ``arange(n)``, into one that numbers the rows."""

@@ -163,9 +163,10 @@ class Outbox:
             self.publish(event)
 
     def _hold_tails(self) -> None:
-        for flood in self._floods.values():
+        for name, flood in self._floods.items():
             if flood.changed:
-                self._entries.append(["omit", flood.num_lines, flood.tail()])
+                tail = flood.tail()
+                self._entries.append(["omit", flood.num_lines - tail.count("\n"), tail, name])
                 flood.changed = False
                 self._tail_sent = time.monotonic()
 

@@ -90,8 +90,10 @@ class Scene:
         return value
 
     def _candidates(self, kind: type[Any]) -> list[str]:
-        bound = {name for name, value in self.namespace.items() if isinstance(value, kind)}
-        return sorted(name for name in bound | set(self.of_type(kind)) if not name.startswith("_"))
+        """Names of a type that would have been accepted: a module without parameters would not."""
+        bound = {name: value for name, value in self.namespace.items() if isinstance(value, kind)}
+        named = {**bound, **self.of_type(kind)}.items()
+        return sorted(name for name, value in named if not name.startswith("_") and not _is_empty(value))
 
     def aliases(self, chosen: Mapping[str, object]) -> dict[str, str]:
         """Every other path to a chosen object, to the name it was chosen under."""
@@ -144,6 +146,10 @@ def _without_containers(found: dict[str, object]) -> dict[str, object]:
         else:
             flat.setdefault(path, value)
     return flat
+
+
+def _is_empty(value: object) -> bool:
+    return isinstance(value, nn.Module) and next(value.parameters(), None) is None
 
 
 def _expected(kind: type) -> str:

@@ -32,6 +32,7 @@ _IDS = 10_000
 _PLACES = 16
 
 _CONTROL = re.compile(r"(\n|\r|\x1b\[\d*[AK])")
+_UNFINISHED = re.compile(r"\x1b(\[[\d;]*)?$")
 _COLOUR = re.compile(r"\x1b\[([\d;]*)m")
 _COLOUR_ENDS = {"", "0", "00", "22", "23", "24", "27", "39", "49"}
 
@@ -105,6 +106,7 @@ class _Kept:
     def __init__(self) -> None:
         self.num_left_out = 0
         self._next = 0
+        self._first = 0
         self._head: dict[int, _Stored] = {}
         self._tail: dict[int, _Stored] = {}
         self._head_chars = 0
@@ -127,9 +129,15 @@ class _Kept:
 
     def _bound_tail(self) -> None:
         while len(self._tail) > TAIL_ITEMS or (self._tail_chars > TAIL_CHARS and len(self._tail) > 1):
-            item = self._tail.pop(next(iter(self._tail)))
+            item = self._tail.pop(self._oldest())
             self._tail_chars -= _size(item)
             self.num_left_out += item.num_lines + len(item.lines) if isinstance(item, _Flood) else 1
+
+    def _oldest(self) -> int:
+        """The first number of the tail; a dict's own iterator would pass all that was taken out before."""
+        while self._first not in self._tail:
+            self._first += 1
+        return self._first
 
     def get(self, number: int) -> _Stored | None:
         return self._tail.get(number) or self._head.get(number)
@@ -175,6 +183,7 @@ class _Pen:
         self.up = 0
         self.col = 0
         self.colours = ""
+        self.held = ""  # the beginning of a control code, of which the next piece has the end
 
     def lift(self) -> None:
         """Leave the lines written so far: what follows begins a line of its own."""
@@ -255,6 +264,9 @@ class Transcript:
             return
         self._output()
         pen = self._pens[name]
+        text, pen.held = pen.held + text, ""
+        if "\x1b" in text and (code := _UNFINISHED.search(text)):
+            text, pen.held = text[: code.start()], code[0]
         if pen.up > 1 or "\r" in text or "\x1b" in text:
             self._write_controlled(pen, text)
         else:

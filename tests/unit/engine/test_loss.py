@@ -1,4 +1,4 @@
-"""Kinds of losses come from their definitions; gradients and printed text from the same code on plain tensors."""
+"""Kinds of losses come from their definitions; gradients and text from the same code on plain tensors."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ MEAN, SUM, UNKNOWN = LossKind.MEAN, LossKind.SUM, LossKind.UNKNOWN
 
 @dataclass
 class Batch:
-    """What a cell has at hand: outputs of shape [n, C], values, labels and the parameter that made the outputs."""
+    """What a cell has at hand: outputs and values of shape [n, C], labels, the parameter behind it all."""
 
     out: Tensor
     real: Tensor
@@ -235,6 +235,17 @@ def test_tokens_in_a_view_with_the_batch_in_it(reduction: str, n: int) -> None:
 
     expected = LossKind(reduction)
     assert [recorder.classify(value, n) for value in (loss, flat, per_sample)] == [expected] * 3
+
+
+@pytest.mark.parametrize("as_tensor", [True, False])
+def test_ctc_with_lengths_in_a_tensor_or_a_tuple(as_tensor: bool) -> None:
+    recorder = Recorder()
+    logits = recorder.track(torch.randn(N, T, C, requires_grad=True) * 1)
+    lengths = (torch.full((N,), T), torch.full((N,), 2)) if as_tensor else ((T,) * N, (2,) * N)
+
+    loss = nn.CTCLoss()(logits.log_softmax(2).transpose(0, 1), torch.randint(1, C, (N, 2)), *lengths)
+
+    assert recorder.classify(loss, N) == MEAN
 
 
 def test_token_sums_over_tokens_and_samples() -> None:

@@ -48,7 +48,9 @@ def test_a_global_statement_binds_at_cell_level():
 
 
 def test_class_bodies_read_but_what_they_bind_is_the_classes():
-    names = cell_names("class Net(Base):\n    width = default\n    def forward(self, x):\n        return scale * x\n")
+    names = cell_names(
+        "class Net(Base):\n    width = default\n    def forward(self, x):\n        return scale * x\n"
+    )
     assert names.stores == {"Net"}
     assert {"Base", "default", "scale"} <= names.loads
 
@@ -60,7 +62,9 @@ def test_a_module_that_returns_itself_is_not_rebound(method):
     assert names.stores == set()
 
 
-@pytest.mark.parametrize("source", ["model = other.to(device)", "model = model.clone()", "model = wrap(model)"])
+@pytest.mark.parametrize(
+    "source", ["model = other.to(device)", "model = model.clone()", "model = wrap(model)"]
+)
 def test_other_assignments_rebind(source):
     assert cell_names(source).stores == {"model"}
 
@@ -116,7 +120,8 @@ def test_builds_are_calls_with_their_target_outside_functions():
 
 def test_builds_know_imports_and_classes_of_the_cell():
     builds = cell_builds(
-        "import torch.nn as nn\nimport torch.optim\nfrom torch.optim import SGD as Sgd\nclass Net(nn.Module):\n    pass\n"
+        "import torch.nn as nn\nimport torch.optim\nfrom torch.optim import SGD as Sgd\n"
+        "class Net(nn.Module):\n    pass\n"
     )
     assert builds.imports == {"nn": "torch.nn", "torch": "torch", "Sgd": "torch.optim.SGD"}
     assert builds.bases == {"Net": ["nn.Module"]}

@@ -1,0 +1,42 @@
+"""Small pieces of text that several surfaces share: aligned columns, sizes, flags in the environment.
+
+Knows strings and numbers only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
+
+
+def aligned(rows: Sequence[Sequence[str]], indent: str = "") -> str:
+    """Set rows of cells below each other, two spaces between columns.
+
+    Parameters
+    ----------
+    rows : sequence of sequence of str
+        All of the same length; the header, if there is one, is the first.
+    indent : str
+        What each line begins with.
+    """
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
+    return "\n".join((indent + line).rstrip() for line in lines)
+
+
+def size_text(size_bytes: int | None) -> str:
+    """Write a size for people, e.g. ``"1.5 GiB"``; ``"-"`` where it is not known."""
+    if size_bytes is None:
+        return "-"
+    size = float(size_bytes)
+    for unit in _UNITS[:-1]:
+        if size < 1000:
+            return f"{size:.0f} {unit}" if unit == "B" or size >= 100 else f"{size:.1f} {unit}"
+        size /= 1024
+    return f"{size:.1f} {_UNITS[-1]}"
+
+
+def is_set(environment: Mapping[str, str], name: str) -> bool:
+    """Return whether a variable says yes; unset, empty, ``0``, ``no``, ``off`` and ``false`` say no."""
+    return environment.get(name, "").strip().lower() not in ("", "0", "no", "off", "false")

@@ -1,0 +1,135 @@
+"""Which ranks agree on how the loss depends on the batch, and what its global values are.
+
+    each rank: kind of the loss (mean | sum | unknown | no vote), the numbers the cell made on the way
+        └─ one vector, summed over the ranks with the gradients ─> verdict, global values
+
+The vector has fixed length, so that ranks that took different paths still make the same collective call.
+Knows the vector's layout and the arithmetic; `loss` finds the kinds, `reducer` sums the vector.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from openclaw_nb.core.errors import RefusedError
+from openclaw_nb.engine.loss import LossKind, Recorder, find_disagreement
+
+MAX_SCALARS = 16
+MAX_CONSTANTS = 6
+_VOTES = ("mean", "sum", "unknown", "none")
+_HEAD = len(_VOTES) + 2
+
+
+@dataclass(frozen=True)
+class Vote:
+    """What one rank says of its loss."""
+
+    kind: LossKind
+    scalars: list[tuple[Tensor, LossKind]]
+    constants: list[float]
+
+
+def message_size(num_ranks: int) -> int:
+    """Return the vector's length."""
+    return _HEAD + 2 * MAX_SCALARS + num_ranks * (MAX_CONSTANTS + 1)
+
+
+class KindCache:
+    """Finds the kinds of a cell's losses; a loss made by the same operations is looked at once.
+
+    Parameters
+    ----------
+    recorder : Recorder
+        Follows the model's outputs.
+    forced : LossKind or None
+        The kind that the person gave (``--reduction``).
+    """
+
+    def __init__(self, recorder: Recorder, forced: LossKind | None) -> None:
+        self._recorder = recorder
+        self._forced = forced
+        self._known: dict[tuple[str, ...], LossKind] = {}
+
+    def vote(self, root: Tensor, num_rows: int, *, counts: bool) -> Vote:
+        """Return this rank's vote on a loss; a rank whose samples do not count has none on the kind."""
+        scalars = [(s, self._kind(s, num_rows)) for s in self._recorder.scalars(root)]
+        kind = self._kind(root, num_rows) if counts else LossKind("none")
+        constants = [] if self._forced else [value for _, value in self._recorder.constants(root)]
+        return Vote(kind, scalars[:MAX_SCALARS], constants[:MAX_CONSTANTS])
+
+    def _kind(self, value: Tensor, num_rows: int) -> LossKind:
+        if self._forced is not None:
+            return self._forced
+        signature = self._recorder.signature(value)
+        kind = self._known.get(signature)
+        if kind is None or not signature:
+            kind = self._known[signature] = self._recorder.classify(value, num_rows)
+        elif kind.name != "unknown" and (ignored := self._recorder.num_ignored(value)) is not None and ignored:
+            return self._recorder.classify(value, num_rows)
+        return kind
+
+
+def pack(vote: Vote, rank: int, num_ranks: int, num_local: int, root: Tensor) -> Tensor:
+    """Return this rank's summand of the vector."""
+    vector = torch.zeros(message_size(num_ranks), dtype=torch.float64)
+    vector[_VOTES.index(vote.kind.name)] = 1
+    vector[len(_VOTES)] = num_local
+    for i, (scalar, kind) in enumerate(vote.scalars):
+        value = float(scalar.detach())
+        weight = num_local if kind.name == "mean" else float(num_local > 0)
+        vector[_HEAD + 2 * i] = value * weight if num_local else 0.0
+        vector[_HEAD + 2 * i + 1] = {"mean": 1.0, "sum": 2.0}.get(kind.name, 0.0) if num_local else 0.0
+    start = _HEAD + 2 * MAX_SCALARS + rank * (MAX_CONSTANTS + 1)
+    vector[start] = len(vote.constants) if num_local else -1
+    vector[start + 1 : start + 1 + len(vote.constants)] = torch.tensor(vote.constants, dtype=torch.float64)
+    return vector
+
+
+def check(total: Tensor, vote: Vote, num_ranks: int, shares: list[int]) -> None:
+    """Refuse a loss that is not the same kind of per-sample mean or sum on every rank.
+
+    Raises
+    ------
+    RefusedError
+        On every rank at once, as every rank has the same ``total``.
+    """
+    mean, total_sum, unknown = (float(total[i]) for i in range(3))
+    if not unknown and not (mean and total_sum):
+        _check_constants(total, num_ranks, shares)
+        return
+    reason = vote.kind.reason or "on another rank it is neither a mean nor a sum over the samples"
+    if mean and total_sum:
+        reason = "it is a mean over the samples on some ranks and a sum on others"
+    raise RefusedError(
+        f"This loss cannot be split over the ranks: {reason}. No parameter was changed. Use --split model: every "
+        "rank then computes the loss of the whole batch. If you know it to be a per-sample mean or sum, say "
+        "--reduction mean or --reduction sum."
+    )
+
+
+def _check_constants(total: Tensor, num_ranks: int, shares: list[int]) -> None:
+    rows = total[_HEAD + 2 * MAX_SCALARS :].view(num_ranks, MAX_CONSTANTS + 1).tolist()
+    given = [(row[1 : 1 + int(row[0])], share) for row, share in zip(rows, shares, strict=True) if row[0] >= 0]
+    if len(given) < 2 or find_disagreement([r for r, _ in given], [s for _, s in given]) is None:
+        return
+    raise RefusedError(
+        "This loss cannot be split over the ranks: a number in it differs between the ranks and does not follow "
+        "their shares of the batch (a count of masked samples, for example). No parameter was changed. Use "
+        "--split model: every rank then computes the loss of the whole batch."
+    )
+
+
+def global_values(total: Tensor, vote: Vote) -> list[tuple[Tensor, float]]:
+    """Return each of this rank's numbers with its value over the whole batch; others stay as they are."""
+    num_global = float(total[len(_VOTES)])
+    found = []
+    for i, (scalar, kind) in enumerate(vote.scalars):
+        value = float(total[_HEAD + 2 * i])
+        if kind.name == "mean" and num_global:
+            found.append((scalar, value / num_global))
+        elif kind.name == "sum":
+            found.append((scalar, value))
+    return found

@@ -1,0 +1,205 @@
+"""The global batches of a cell's loaders, sliced over the ranks.
+
+    for x, y in loader   ──>  DataLoader.__iter__ (ours while the cell runs)
+                                ├─ evaluation, or not ours  ──> as ever
+                                └─ training ──> the same batch sampler, each batch cut to this rank's part
+
+The single-device loader's global batches come in the same order: rank 0's random state is made common at the
+start of each pass and drawn from just as the single-device loader would. Knows loaders; not what the slices
+are for.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch.utils.data import DataLoader, IterableDataset
+
+from openclaw_nb.core.errors import RefusedError
+from openclaw_nb.engine import randomness
+from openclaw_nb.engine.ranks import Ranks
+from openclaw_nb.plan.shares import share_bounds
+
+_WHOLE_BATCH = "use --split model, under which every rank draws the whole batch and the model call is split"
+
+
+@dataclass(frozen=True)
+class Slice:
+    """This rank's part of one global batch.
+
+    ``num_local`` samples are real; 0 means that the rank holds one dummy sample which must not count.
+    ``is_last`` tells the last batch of the pass.
+    """
+
+    num_local: int
+    num_global: int
+    is_last: bool
+    loader_id: int
+
+    @property
+    def num_rows(self) -> int:
+        """Rows that the rank really has, dummy included."""
+        return max(1, self.num_local)
+
+
+class SlicedBatches:
+    """A batch sampler that yields this rank's part of each batch of another one.
+
+    Parameters
+    ----------
+    batches : iterable of list of int
+        The single-device loader's batch sampler.
+    rank, size : int
+        This rank and how many there are.
+    loader_id : int
+        Tells loaders apart.
+    """
+
+    def __init__(self, batches: Any, rank: int, size: int, loader_id: int) -> None:
+        self._batches = batches
+        self._rank, self._size, self._loader_id = rank, size, loader_id
+        self.drawn: deque[Slice] = deque()
+
+    def __len__(self) -> int:
+        return len(self._batches)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        batches = iter(self._batches)
+        batch = next(batches, None)
+        while batch is not None:
+            following = next(batches, None)
+            low, high = share_bounds(len(batch), self._size)[self._rank]
+            self.drawn.append(Slice(high - low, len(batch), following is None, self._loader_id))
+            yield list(batch[low:high] or batch[:1])
+            batch = following
+
+
+class LoaderSplitter:
+    """Slices the cell's training loaders while it is installed.
+
+    Parameters
+    ----------
+    ranks : Ranks
+        The ranks that share each batch.
+    is_training : callable
+        Whether a loader whose iteration begins now is a training loader.
+    on_slice : callable
+        Told of each slice when the cell gets it, and None when a pass has ended.
+    common_only : bool
+        Do not slice: every rank draws the whole batch, from a common random state.
+    names : sequence of DataLoader or None
+        The only loaders to slice, when they were given by name.
+    """
+
+    def __init__(
+        self,
+        ranks: Ranks,
+        is_training: Callable[[], bool],
+        on_slice: Callable[[Slice | None], None],
+        *,
+        common_only: bool,
+        only: Sequence[DataLoader[Any]] | None,
+    ) -> None:
+        self._ranks = ranks
+        self._is_training = is_training
+        self._on_slice = on_slice
+        self._common_only = common_only
+        self._only = None if only is None else {id(loader) for loader in only}
+        self._inner: dict[int, tuple[DataLoader[Any], SlicedBatches, DataLoader[Any]]] = {}
+        self._plain_iter: Any = None
+        self._starting = False
+
+    def install(self) -> None:
+        """Take over the iteration of every DataLoader of this process."""
+        self._plain_iter = plain = DataLoader.__iter__
+
+        def iterate(loader: DataLoader[Any]) -> Any:
+            if self._starting or not self._wants(loader):
+                return plain(loader)
+            return self._common(loader) if self._common_only else self._sliced(loader)
+
+        DataLoader.__iter__ = iterate  # type: ignore[method-assign]
+
+    def remove(self) -> None:
+        """Give the iteration back."""
+        DataLoader.__iter__ = self._plain_iter  # type: ignore[method-assign]
+        self._inner.clear()
+
+    def _wants(self, loader: DataLoader[Any]) -> bool:
+        if self._only is not None and id(loader) not in self._only:
+            return False
+        return self._is_training()
+
+    def _make_common(self, loader: DataLoader[Any]) -> None:
+        generators = randomness.generators_of(loader)
+        data = self._ranks.broadcast(randomness.capture(generators))
+        if self._ranks.rank:
+            randomness.restore(data, generators)
+
+    def _begin(self, loader: DataLoader[Any]) -> Any:
+        self._starting = True
+        try:
+            return self._plain_iter(loader)
+        finally:
+            self._starting = False
+
+    def _common(self, loader: DataLoader[Any]) -> Iterator[Any]:
+        self._make_common(loader)
+        yield from self._begin(loader)
+
+    def _sliced(self, loader: DataLoader[Any]) -> Iterator[Any]:
+        batches, inner = self._sliced_loader(loader)
+        self._make_common(loader)
+        batches.drawn.clear()
+        for batch in self._begin(inner):
+            self._on_slice(batches.drawn.popleft())
+            yield batch
+        self._on_slice(None)
+
+    def _sliced_loader(self, loader: DataLoader[Any]) -> tuple[SlicedBatches, DataLoader[Any]]:
+        """Return the loader's sliced twin; it is kept, so that persistent worker processes persist."""
+        if id(loader) not in self._inner:
+            self._check(loader)
+            batches = SlicedBatches(loader.batch_sampler, self._ranks.rank, self._ranks.size, id(loader))
+            self._inner[id(loader)] = (loader, batches, _twin(loader, batches))
+        _, batches, inner = self._inner[id(loader)]
+        return batches, inner
+
+    def _check(self, loader: DataLoader[Any]) -> None:
+        if isinstance(loader.dataset, IterableDataset) or loader.batch_sampler is None:
+            raise RefusedError(
+                "A loader without a batch sampler (an IterableDataset, or batch_size=None) cannot be sliced by "
+                f"sample: {_WHOLE_BATCH}."
+            )
+        if not getattr(loader, "in_order", True):
+            raise RefusedError("A loader with in_order=False cannot be sliced: set in_order=True.")
+        if loader.batch_size is not None and loader.batch_size < self._ranks.size:
+            raise RefusedError(
+                f"batch_size={loader.batch_size} is smaller than the {self._ranks.size} workers that share each "
+                f"batch. Use a batch of at least {self._ranks.size}, or fewer workers (--targets)."
+            )
+
+
+def _twin(loader: DataLoader[Any], batches: SlicedBatches) -> DataLoader[Any]:
+    """Return a loader like ``loader`` that draws ``batches``."""
+    extra: dict[str, Any] = {}
+    if loader.num_workers:
+        extra = {
+            "prefetch_factor": loader.prefetch_factor,
+            "persistent_workers": loader.persistent_workers,
+            "multiprocessing_context": loader.multiprocessing_context,
+        }
+    return DataLoader(
+        loader.dataset,
+        batch_sampler=batches,  # type: ignore[arg-type]
+        num_workers=loader.num_workers,
+        collate_fn=loader.collate_fn,
+        pin_memory=loader.pin_memory,
+        timeout=loader.timeout,
+        worker_init_fn=loader.worker_init_fn,
+        generator=loader.generator,
+        **extra,
+    )

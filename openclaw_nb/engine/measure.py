@@ -1,0 +1,56 @@
+"""Tells the notebook side how a strategy cell goes on: steps, samples, loss, a few times a second."""
+
+from __future__ import annotations
+
+import time
+
+from openclaw_nb.engine.outbox import Outbox
+from openclaw_nb.protocol.messages import Measured
+
+_INTERVAL_SECONDS = 0.2
+
+
+class Publisher:
+    """Gathers what steps report and sends it at most five times a second.
+
+    Parameters
+    ----------
+    outbox : Outbox
+        Where events go.
+    worker : int
+        This worker's number.
+    run_id : str
+        The run that the events belong to.
+    """
+
+    def __init__(self, outbox: Outbox, worker: int, run_id: str) -> None:
+        self._outbox, self._worker, self._run_id = outbox, worker, run_id
+        self._seq = self._steps = self._samples = 0
+        self._loss: float | None = None
+        self._sent = 0.0
+
+    def step(self, num_samples: int, loss: float | None) -> None:
+        """Take one finished backward pass of ``num_samples`` samples of this rank."""
+        self._steps += 1
+        self._samples += num_samples
+        self._loss = self._loss if loss is None else loss
+        if time.monotonic() - self._sent > _INTERVAL_SECONDS:
+            self.flush()
+
+    def flush(self) -> None:
+        """Send what has not been sent."""
+        if not self._steps:
+            return
+        self._seq += 1
+        self._sent = time.monotonic()
+        event = Measured(
+            worker=self._worker,
+            run_id=self._run_id,
+            seq=self._seq,
+            at=time.time(),
+            steps=self._steps,
+            samples=self._samples,
+            loss=self._loss,
+        )
+        self._outbox.publish(event)
+        self._steps = self._samples = 0

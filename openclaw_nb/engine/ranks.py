@@ -1,0 +1,81 @@
+"""What the step engine asks of the other ranks, in plain verbs over the group.
+
+Every call here is made by all ranks in the same order. Knows tensors and bytes, not what they mean.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from openclaw_nb.engine.collectives import PendingWork, ReleasableGroup
+
+
+class Ranks:
+    """The ranks of a strategy cell.
+
+    Parameters
+    ----------
+    group : ReleasableGroup
+        The step engine's own group.
+    """
+
+    def __init__(self, group: ReleasableGroup) -> None:
+        self.group = group
+        self.rank = group.rank()
+        self.size = group.size()
+
+    def start_sum(self, tensor: torch.Tensor) -> PendingWork | None:
+        """Begin to sum a tensor over the ranks in place; None when there is only one rank."""
+        return self.group.allreduce([tensor]) if self.size > 1 else None
+
+    def gather(self, vector: torch.Tensor) -> torch.Tensor:
+        """Return the ranks' vectors as rows, shape [size, k] for vectors of k values."""
+        if self.size == 1:
+            return vector.detach().unsqueeze(0)
+        source = vector.detach().contiguous()
+        rows = [torch.empty_like(source) for _ in range(self.size)]
+        self.group.allgather([rows], [source]).wait()
+        return torch.stack(rows)
+
+    def broadcast(self, value: Any) -> Any:
+        """Return rank 0's value on every rank."""
+        if self.size == 1:
+            return value
+        data = pickle.dumps(value, protocol=5) if self.rank == 0 else b""
+        length = torch.tensor([len(data)])
+        self.group.broadcast([length]).wait()
+        buffer = torch.zeros(int(length), dtype=torch.uint8)
+        if self.rank == 0:
+            buffer = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        self.group.broadcast([buffer]).wait()
+        return pickle.loads(buffer.numpy().tobytes())
+
+    def gather_bytes(self, data: bytes) -> list[bytes]:
+        """Return every rank's ``data``; all must have the same length."""
+        rows = self.gather(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+        return [row.numpy().tobytes() for row in rows]
+
+    def gather_rows(self, rows: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
+        """Return all ranks' rows, concatenated in rank order.
+
+        Parameters
+        ----------
+        rows : Tensor
+            Shape [counts[rank], ...].
+        counts : sequence of int
+            How many rows each rank has.
+        """
+        if self.size == 1:
+            return rows
+        longest = max(counts)
+        padded = rows.new_zeros((longest, *rows.shape[1:]))
+        padded[: len(rows)] = rows
+        parts = [torch.empty_like(padded) for _ in counts]
+        self.group.allgather([parts], [padded]).wait()
+        return torch.cat([part[:count] for part, count in zip(parts, counts, strict=True)])
+
+

@@ -1,0 +1,421 @@
+"""The step engine: the sole owner of batches, weights and boundaries of a strategy cell.
+
+    loader ──slice──> model(x) ──> out (its gradient will be scaled by this rank's weight, it is followed)
+                                    │  any loss the cell computes
+    loss.backward() ──> agree what the loss is ──> backward, gradients averaged ──> loss holds the global value
+    clip, optimizer.step(), scheduler.step() see the same gradients on every rank as on a single device
+
+The gradient of a mean over N samples is the sum over ranks of (n_r / N) times the gradient of rank r's mean;
+of a sum, the plain sum. The weight goes in at the model's output, so that a term of the loss which does not
+pass through the model (a penalty on the weights) counts once.
+
+With ``sync_frequency`` K, gradients of K batches are kept aside and only the K-th has a gradient to step with:
+between boundaries every parameter's gradient is None, for which clip, scaler and every optimizer do nothing.
+
+Knows models, optimizers, slices and losses; does not know cells, messages or how the ranks communicate.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from openclaw_nb.core.errors import RefusedError
+from openclaw_nb.engine import kinds
+from openclaw_nb.engine.ranks import Ranks
+from openclaw_nb.engine.kinds import KindCache, Vote
+from openclaw_nb.engine.loaders import Slice
+from openclaw_nb.engine.loss import LossKind, Recorder, map_tensors, untrack_tree
+from openclaw_nb.engine.measure import Publisher
+from openclaw_nb.engine.objects import Objects
+from openclaw_nb.engine.randomness import ModelStream
+from openclaw_nb.engine.reducer import GradientReducer
+from openclaw_nb.engine.splitting import BatchSplitter
+from openclaw_nb.plan.shares import share_bounds
+
+
+@dataclass(frozen=True)
+class StepOptions:
+    """How steps are made.
+
+    ``split`` is ``loader`` or ``model``; ``reduction`` is ``auto``, ``mean`` or ``sum``;
+    ``sync_frequency`` is how many batches make one step.
+    """
+
+    split: str = "loader"
+    reduction: str = "auto"
+    sync_frequency: int = 1
+
+
+class _Weigh(torch.autograd.Function):
+    """The identity, whose gradient is multiplied by the rank's weight when it is known."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, engine: StepEngine) -> Tensor:
+        ctx.engine = engine
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        weight = ctx.engine.weight_now()
+        return (gradient if weight == 1.0 else gradient * weight), None
+
+
+class StepEngine:
+    """Makes the steps of one cell.
+
+    Parameters
+    ----------
+    ranks : Ranks
+        The ranks that make each step together.
+    objects : Objects
+        The cell's models and what trains them.
+    options : StepOptions
+        How steps are made.
+    publisher : Publisher
+        Told of each step.
+    """
+
+    def __init__(self, ranks: Ranks, objects: Objects, options: StepOptions, publisher: Publisher) -> None:
+        self._ranks = ranks
+        self._objects = objects
+        self._options = options
+        self._publisher = publisher
+        self._recorder = Recorder()
+        forced = None if options.reduction == "auto" else LossKind(options.reduction)
+        self._kinds = KindCache(self._recorder, forced)
+        self._splitter = BatchSplitter(ranks) if options.split == "model" else None
+        self._stream = ModelStream(ranks.rank)
+        self._slice: Slice | None = None
+        self._calls = 0
+        self._depth = 0
+        self._weight: float | None = None
+        self._window = _Window(options.sync_frequency)
+        self._handles: list[Any] = []
+        self._reducer = self._new_reducer()
+
+    # ------------------------------------------------------------------------------- install, remove
+
+    def install(self) -> None:
+        """Hang the engine onto the models, and onto backward, until `remove`."""
+        for model in self._objects.models.values():
+            self._handles += [
+                model.register_forward_pre_hook(self._before_call, with_kwargs=True, prepend=True),
+                model.register_forward_hook(self._after_call, always_call=True),
+            ]
+        self._backward, self._grad = torch.autograd.backward, torch.autograd.grad
+        torch.autograd.backward = self._on_backward  # type: ignore[assignment]
+        torch.autograd.grad = self._on_grad
+        self._hold_back = [
+            _hold_between(thing, name, self._window)
+            for thing in (*self._objects.schedulers.values(), *self._objects.scalers.values())
+            for name in ("step", "update", "unscale_")
+            if hasattr(thing, name)
+        ]
+
+    def remove(self) -> None:
+        """Leave every object as it was."""
+        torch.autograd.backward, torch.autograd.grad = self._backward, self._grad
+        for undo in self._hold_back:
+            undo()
+        for handle in self._handles:
+            handle.remove()
+        self._recorder.clear()
+        self._reducer.remove()
+        self._publisher.flush()
+
+    def _new_reducer(self) -> GradientReducer:
+        found = {id(p): p for model in self._objects.models.values() for p in model.parameters()}
+        return GradientReducer(list(found.values()), self._ranks)
+
+    # ---------------------------------------------------------------------------------- the batch
+
+    def take_slice(self, part: Slice | None) -> None:
+        """Take note of the batch that the cell works on now; None when a pass has ended."""
+        self._slice = part
+        if part is not None:
+            self._window.next_batch(part.is_last)
+
+    def num_real(self) -> int:
+        """Return how many samples of the present batch are real ones of this rank."""
+        if self._splitter is not None:
+            return self._splitter.num_real
+        return self._slice.num_local if self._slice is not None else 1
+
+    def is_training(self) -> bool:
+        """Whether a loop that begins now trains."""
+        return torch.is_grad_enabled() and any(m.training for m in self._objects.models.values())
+
+    # ----------------------------------------------------------------------------------- the call
+
+    def _before_call(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        self._depth += 1
+        if self._depth == 1 and self._ranks.size > 1:
+            self._stream.enter()
+        args, kwargs = untrack_tree(args), untrack_tree(kwargs)
+        if self._splitter is not None and self._is_live(module):
+            return self._splitter.split(args, kwargs)
+        return args, kwargs
+
+    def _after_call(self, module: nn.Module, args: Any, output: Any) -> Any:
+        self._depth -= 1
+        if self._depth == 0:
+            self._stream.leave()
+        if output is None or not self._is_live(module):
+            return output
+        self._calls += 1
+        if self._splitter is not None:
+            return self._splitter.join(output, self.weight_now)
+        self._check_rows(output)
+        return map_tensors(self._follow, output)
+
+    def _is_live(self, module: nn.Module) -> bool:
+        return torch.is_grad_enabled() and module.training
+
+    def _follow(self, tensor: Tensor) -> Tensor:
+        if not (tensor.requires_grad and tensor.is_floating_point()):
+            return tensor
+        weighed: Tensor = _Weigh.apply(tensor, self)  # type: ignore[no-untyped-call]
+        return self._recorder.track(weighed)
+
+    def _check_rows(self, output: Any) -> None:
+        """Refuse a call on something else than the slice: its weight would be wrong."""
+        if self._ranks.size == 1 and self._options.sync_frequency == 1:
+            return
+        if self._slice is None:
+            raise RefusedError(
+                "The model was called for training on data that no loader of this cell has given. Iterate a "
+                "DataLoader in the cell, or use --split model, under which the model call itself is split."
+            )
+        first = next(iter(_tensors(output)), None)
+        if first is not None and first.dim() and first.shape[0] % self._slice.num_rows:
+            raise RefusedError(
+                f"The model returned {first.shape[0]} rows, which are not the {self._slice.num_rows} samples of this "
+                "rank's part of the batch. Samples must be in dim 0, and the model must be called on the loader's "
+                "batch; else use --split model, under which the model call itself is split."
+            )
+
+    # -------------------------------------------------------------------------------- the backward
+
+    def weight_now(self) -> float:
+        """Return what this rank's output gradients are multiplied by in the backward pass that runs.
+
+        Raises
+        ------
+        RefusedError
+            When the pass was not begun by ``loss.backward()``.
+        """
+        if self._weight is None:
+            raise RefusedError(
+                "Gradients are being computed past loss.backward() (torch.autograd.backward taken by name before "
+                "the cell?). Call loss.backward()."
+            )
+        return self._weight
+
+    def _on_backward(
+        self,
+        tensors: Any,
+        grad_tensors: Any = None,
+        retain_graph: bool | None = None,
+        create_graph: bool = False,
+        grad_variables: Any = None,
+        inputs: Any = None,
+    ) -> None:
+        if not self._calls:  # nothing of the models is in this graph
+            self._backward(tensors, grad_tensors, retain_graph, create_graph, grad_variables, inputs)
+            return
+        root = self._check_backward(tensors, create_graph, inputs)
+        if not retain_graph:
+            self._calls = 0
+        vote = self._vote(root)
+        self._check_parameters()
+        self._recorder.clear()  # from here on the cell's tensors are plain ones again
+        boundary = self._window.is_boundary
+        given = _times(grad_tensors, root, self._window.weigh(self._num_global()))
+        self._weight = self._weight_of(vote.kind)
+        if boundary:
+            self._window.give_back(self._reducer.parameters)
+            self._reducer.begin(self._window.factor / self._ranks.size)
+        try:
+            self._backward(root, given, retain_graph)
+        except BaseException:
+            self._reducer.drop_gradients()
+            raise
+        finally:
+            self._weight = None
+        self._conclude(root, vote, boundary)
+
+    def _conclude(self, root: Tensor, vote: Vote, boundary: bool) -> None:
+        if not boundary:
+            self._window.keep(self._reducer.parameters)
+            return
+        size = self._ranks.size
+        message = kinds.pack(vote, self._ranks.rank, size, self._num_local(), root)
+        total = self._reducer.finish(message)
+        try:
+            kinds.check(total, vote, size, self._shares())
+        except RefusedError:
+            self._reducer.drop_gradients()
+            raise
+        self._reducer.set_gradients()
+        for scalar, value in kinds.global_values(total, vote) if self._splitter is None else ():
+            scalar.data.fill_(value)
+        self._publisher.step(self._num_local(), float(root.detach()) if root.numel() == 1 else None)
+
+    def _check_backward(self, tensors: Any, create_graph: bool, inputs: Any) -> Tensor:
+        if create_graph:
+            raise RefusedError(
+                "create_graph=True differentiates through the gradient, which differs on each rank's slice. "
+                "It cannot be run in parallel; run this cell without --strategy on one worker (--targets 0)."
+            )
+        if inputs is not None:
+            raise RefusedError("backward(inputs=...) is not supported under a strategy: call loss.backward().")
+        roots = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+        if len(roots) != 1:
+            raise RefusedError("backward() of several tensors at once is not supported: add the losses up first.")
+        root = roots[0]
+        if root.numel() != 1:
+            raise RefusedError("backward() of a loss with several elements is not supported: reduce it first.")
+        return root
+
+    def _vote(self, root: Tensor) -> Vote:
+        if self._ranks.size == 1 and self._options.sync_frequency == 1 or self._splitter is not None:
+            return Vote(LossKind.MEAN if self._splitter is None else LossKind.SUM, [], [])
+        part = self._slice
+        assert part is not None
+        return self._kinds.vote(root, part.num_rows, counts=part.num_local > 0)
+
+    def _weight_of(self, kind: LossKind) -> float:
+        size = self._ranks.size
+        if self._splitter is not None:
+            return float(size)
+        if size == 1:
+            return 1.0
+        if kind.name == "sum":
+            return float(size)
+        return size * self._num_local() / self._num_global()
+
+    def _num_local(self) -> int:
+        return self.num_real()
+
+    def _num_global(self) -> int:
+        if self._splitter is not None:
+            return self._splitter.num_global
+        return self._slice.num_global if self._slice is not None else 1
+
+    def _shares(self) -> list[int]:
+        return [high - low for low, high in share_bounds(self._num_global(), self._ranks.size)]
+
+    def _check_parameters(self) -> None:
+        """Follow parameters that were frozen or thawed since the last step."""
+        now = [p for m in self._objects.models.values() for p in m.parameters() if p.requires_grad]
+        if len({id(p) for p in now}) != len(self._reducer.parameters):
+            self._reducer.remove()
+            self._reducer = self._new_reducer()
+
+    def _on_grad(self, outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        wanted = [inputs] if isinstance(inputs, Tensor) else list(inputs)
+        own = {id(p) for p in self._reducer.parameters}
+        if self._calls and any(id(t) in own for t in wanted):
+            raise RefusedError(
+                "torch.autograd.grad of the model's parameters gives this rank's gradients alone. "
+                "Use loss.backward() and the parameters' .grad."
+            )
+        previous, self._weight = self._weight, 1.0
+        try:
+            return self._grad(outputs, inputs, *args, **kwargs)
+        finally:
+            self._weight = previous
+
+
+class _Window:
+    """The batches that make one step together.
+
+    Parameters
+    ----------
+    length : int
+        How many batches a step takes.
+    """
+
+    def __init__(self, length: int) -> None:
+        self._length = length
+        self._count = 0
+        self._num_samples = 0
+        self._kept: dict[int, Tensor] = {}
+        self.is_boundary = True
+
+    @property
+    def is_open(self) -> bool:
+        """Whether gradients are kept aside, so that steps do nothing now."""
+        return not self.is_boundary
+
+    @property
+    def factor(self) -> float:
+        """What the sum of the window's gradients, each weighted by its samples, is multiplied by."""
+        return 1.0 if self._length == 1 else 1.0 / self._num_samples
+
+    def next_batch(self, is_last: bool) -> None:
+        """Go on to the next batch; the last one of a pass always ends its window."""
+        if self.is_boundary:
+            self._count = self._num_samples = 0
+        self._count += 1
+        self.is_boundary = is_last or self._count >= self._length
+
+    def weigh(self, num_samples: int) -> float:
+        """Return the batch's weight in the window and count its samples."""
+        if self._length == 1:
+            return 1.0
+        self._num_samples += num_samples
+        return float(num_samples)
+
+    def keep(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Put the gradients aside."""
+        for parameter in parameters:
+            if parameter.grad is not None:
+                kept = self._kept.get(id(parameter))
+                self._kept[id(parameter)] = parameter.grad if kept is None else kept.add_(parameter.grad)
+                parameter.grad = None
+
+    def give_back(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Set the gradients that were put aside, for the boundary's own to be added to."""
+        for parameter in parameters:
+            kept = self._kept.pop(id(parameter), None)
+            if kept is not None:
+                parameter.grad = kept
+
+
+def _tensors(tree: Any) -> list[Tensor]:
+    found: list[Tensor] = []
+
+    def note(tensor: Tensor) -> Tensor:
+        found.append(tensor)
+        return tensor
+
+    map_tensors(note, tree)
+    return found
+
+
+def _hold_between(thing: Any, name: str, window: _Window) -> Callable[[], None]:
+    """Let ``thing.name()`` do nothing between boundaries; return how to undo that."""
+    original = getattr(thing, name)
+    own = vars(thing).get(name)
+
+    def held(*args: Any, **kwargs: Any) -> Any:
+        return None if window.is_open else original(*args, **kwargs)
+
+    def undo() -> None:
+        delattr(thing, name) if own is None else setattr(thing, name, own)
+
+    setattr(thing, name, held)
+    return undo
+
+
+def _times(gradient: Any, root: Tensor, weight: float) -> Any:
+    """Return the gradient to start backward with, times ``weight``."""
+    if weight == 1.0:
+        return gradient
+    return (torch.ones_like(root) if gradient is None else gradient) * weight

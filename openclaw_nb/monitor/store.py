@@ -1,0 +1,354 @@
+"""What strategy cells measure, kept while they run: samples, samples/s and loss of the last few runs.
+
+    Measured events ──> Monitor.take ──> a log a run and worker ──> Monitor.latest() ──> RunHistory (frozen)
+
+Bounded: a series that grows too long keeps every second of its points, again and again, so that a run of
+hours keeps its whole shape. Knows events and time; does not know what runs now, nor how anything is drawn.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import OrderedDict, deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from openclaw_nb.protocol.messages import Event, Measured
+
+WINDOW_SECONDS = 2.0
+"""Samples/s are those of the last events that together span at least this time."""
+
+_POINTS = 2000
+_RUNS = 5
+_SILENT_GAPS = 3.0
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Points of a line, in the order of ``x``."""
+
+    x: tuple[float, ...] = ()
+    y: tuple[float, ...] = ()
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerHistory:
+    """What one worker has done in a run.
+
+    Attributes
+    ----------
+    worker : int
+        Its number.
+    steps, samples : int
+        How many, so far; ``samples`` are its own.
+    rate, mean_rate : float or None
+        Samples/s now and since its first event; None before the second event.
+        ``rate`` falls to 0 when the worker tells nothing for long.
+    lost : int
+        Events that did not arrive: ``steps`` and ``samples`` lack what they told.
+    seconds : mapping of str to float
+        Time by what it was spent on, as the events say.
+    cumulative, rates : Curve
+        Samples so far and samples/s, by seconds since the run's first event.
+    """
+
+    worker: int
+    steps: int
+    samples: int
+    rate: float | None
+    mean_rate: float | None
+    lost: int
+    seconds: Mapping[str, float]
+    cumulative: Curve
+    rates: Curve
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunHistory:
+    """What is known of one run at one moment.
+
+    Attributes
+    ----------
+    run_id : str
+        The run.
+    steps, samples, lost : int
+        The most advanced worker's steps; samples and lost events of all workers.
+    seconds : float
+        From the first event to the newest.
+    rate, mean_rate : float or None
+        Samples/s of all workers together, now and since the first event.
+    loss : Curve
+        The global loss by step; a loss may be NaN.
+    rates : Curve
+        Samples/s of all workers together, by seconds since the first event.
+    workers : tuple of WorkerHistory
+        In the order of their numbers.
+    """
+
+    run_id: str
+    steps: int
+    samples: int
+    lost: int
+    seconds: float
+    rate: float | None
+    mean_rate: float | None
+    loss: Curve
+    rates: Curve
+    workers: tuple[WorkerHistory, ...]
+
+
+class Series:
+    """Points of a growing line, never more than ``capacity`` and one.
+
+    The first and the newest point are always kept; those between are evenly thinned, not averaged.
+
+    Parameters
+    ----------
+    capacity : int
+        At least 2.
+    """
+
+    def __init__(self, capacity: int = _POINTS) -> None:
+        self._capacity = max(2, capacity)
+        self._points: list[tuple[float, float]] = []
+        self._newest: tuple[float, float] | None = None
+        self._offered = 0
+        self._stride = 1
+
+    def add(self, x: float, y: float) -> None:
+        """Take the next point."""
+        if len(self._points) >= self._capacity:
+            del self._points[1::2]
+            self._stride *= 2
+        if self._offered % self._stride == 0:
+            self._points.append((x, y))
+        self._offered += 1
+        self._newest = (x, y)
+
+    def curve(self) -> Curve:
+        """Return the points that are kept."""
+        if self._newest is None:
+            return Curve()
+        ends_with_newest = (self._offered - 1) % self._stride == 0
+        points = self._points if ends_with_newest else [*self._points, self._newest]
+        x, y = zip(*points, strict=True)
+        return Curve(x, y)
+
+
+# ------------------------------------------------------------------------------------------- one run's log
+
+
+class _WorkerLog:
+    """What the events of one worker have told in one run."""
+
+    def __init__(self, worker: int, points: int) -> None:
+        self.worker = worker
+        self.steps = self.samples = self.lost = 0
+        self.rate: float | None = None
+        self.arrived = 0.0
+        self.gap = 0.0
+        self._seq = 0
+        self._at = float("-inf")
+        self._first: tuple[float, int] | None = None
+        self._recent: deque[tuple[float, int]] = deque(maxlen=points)
+        self._seconds: dict[str, float] = {}
+        self._cumulative, self._rates = Series(points), Series(points)
+
+    def take(self, event: Measured, elapsed: float, arrived: float) -> bool:
+        """Take an event; return False for one that came before."""
+        if event.seq <= self._seq and event.at <= self._at:
+            return False
+        self._count_lost(event.seq)
+        self._count(event)
+        self._measure(event.at, elapsed)
+        self.gap = arrived - self.arrived if self.arrived else 0.0
+        self.arrived = arrived
+        return True
+
+    def _count_lost(self, seq: int) -> None:
+        # A number that does not grow is that of a new process in the place of one that died: it counts from 1.
+        expected = self._seq + 1 if seq > self._seq else 1
+        self.lost += seq - expected
+        self._seq = seq
+
+    def _count(self, event: Measured) -> None:
+        self.steps += event.steps
+        self.samples += event.samples
+        for name, seconds in event.seconds.items():
+            self._seconds[name] = self._seconds.get(name, 0.0) + seconds
+
+    def _measure(self, at: float, elapsed: float) -> None:
+        if at < self._at:
+            self._recent.clear()  # the clock was set back: times before and after cannot be compared
+        self._at = at
+        self._first = self._first or (elapsed, self.samples)
+        self._recent.append((at, self.samples))
+        self.rate = self._window_rate(at)
+        self._cumulative.add(elapsed, self.samples)
+        if self.rate is not None:
+            self._rates.add(elapsed, self.rate)
+
+    def _window_rate(self, at: float) -> float | None:
+        recent = self._recent
+        while len(recent) > 2 and recent[1][0] <= at - WINDOW_SECONDS:
+            recent.popleft()
+        (start, before), (end, after) = recent[0], recent[-1]
+        return (after - before) / (end - start) if end > start else None
+
+    def silent(self, now: float) -> bool:
+        """Whether it tells nothing for longer than its steps explain."""
+        return now - self.arrived > max(WINDOW_SECONDS, _SILENT_GAPS * self.gap)
+
+    def rate_at(self, now: float) -> float | None:
+        return 0.0 if self.rate is not None and self.silent(now) else self.rate
+
+    @property
+    def samples_of_first_event(self) -> int:
+        return self._first[1] if self._first else 0
+
+    def history(self, now: float) -> WorkerHistory:
+        cumulative = self._cumulative.curve()
+        span = cumulative.x[-1] - cumulative.x[0] if cumulative else 0.0
+        return WorkerHistory(
+            worker=self.worker,
+            steps=self.steps,
+            samples=self.samples,
+            rate=self.rate_at(now),
+            mean_rate=(self.samples - self.samples_of_first_event) / span if span > 0 else None,
+            lost=self.lost,
+            seconds=MappingProxyType(dict(self._seconds)),
+            cumulative=cumulative,
+            rates=self._rates.curve(),
+        )
+
+
+class _RunLog:
+    """What the events of all workers have told in one run."""
+
+    def __init__(self, run_id: str, points: int) -> None:
+        self._run_id = run_id
+        self._points = points
+        self._started: float | None = None
+        self._elapsed = 0.0
+        self._loss_step = 0
+        self._loss, self._rates = Series(points), Series(points)
+        self._workers: dict[int, _WorkerLog] = {}
+
+    def take(self, event: Measured, now: float) -> None:
+        if self._started is None:
+            self._started = event.at
+        # Clocks of hosts differ a little, and may be set back: no line may run backwards.
+        elapsed = max(self._elapsed, event.at - self._started)
+        log = self._workers.setdefault(event.worker, _WorkerLog(event.worker, self._points))
+        if not log.take(event, elapsed, now):
+            return
+        self._elapsed = elapsed
+        self._take_loss(log.steps, event.loss)
+        self._take_rate(elapsed, now)
+
+    def _take_loss(self, step: int, loss: float | None) -> None:
+        """Every rank tells the same global loss: the first that tells of a step is heard."""
+        if loss is not None and step > self._loss_step:
+            self._loss_step = step
+            self._loss.add(step, loss)
+
+    def _take_rate(self, elapsed: float, now: float) -> None:
+        rates = [log.rate_at(now) for log in self._workers.values()]
+        known = [rate for rate in rates if rate is not None]
+        if len(known) == len(rates):  # a worker that has only begun would show as a dip
+            self._rates.add(elapsed, sum(known))
+
+    def history(self, now: float) -> RunHistory:
+        workers = tuple(log.history(now) for _, log in sorted(self._workers.items()))
+        samples = sum(worker.samples for worker in workers)
+        known = [worker.rate for worker in workers if worker.rate is not None]
+        return RunHistory(
+            run_id=self._run_id,
+            steps=max((worker.steps for worker in workers), default=0),
+            samples=samples,
+            lost=sum(worker.lost for worker in workers),
+            seconds=self._elapsed,
+            rate=sum(known) if known else None,
+            mean_rate=self._mean_rate(samples),
+            loss=self._loss.curve(),
+            rates=self._rates.curve(),
+            workers=workers,
+        )
+
+    def _mean_rate(self, samples: int) -> float | None:
+        """Return samples/s since the first events, whose own samples took nobody knows how long."""
+        before = sum(log.samples_of_first_event for log in self._workers.values())
+        return (samples - before) / self._elapsed if self._elapsed > 0 else None
+
+
+# ---------------------------------------------------------------------------------------------- the monitor
+
+
+class Monitor:
+    """Keeps what the last few runs have measured; events in, histories out, from any thread.
+
+    Parameters
+    ----------
+    clock : callable
+        Seconds that only grow; tells when a worker has become silent.
+    num_runs : int
+        How many runs are kept; the oldest is dropped for a new one.
+    num_points : int
+        How many points each line keeps.
+
+    Examples
+    --------
+    >>> monitor = Monitor()
+    >>> for second in range(3):
+    ...     monitor.take(Measured(worker=0, run_id="a", seq=second + 1, at=second, steps=1, samples=64, loss=None))
+    >>> monitor.latest().mean_rate
+    64.0
+    """
+
+    def __init__(
+        self, clock: Callable[[], float] = time.monotonic, *, num_runs: int = _RUNS, num_points: int = _POINTS
+    ) -> None:
+        self._clock = clock
+        self._num_runs = max(1, num_runs)
+        self._num_points = num_points
+        self._runs: OrderedDict[str, _RunLog] = OrderedDict()
+        self._version = 0
+        self._lock = threading.Lock()
+
+    @property
+    def version(self) -> int:
+        """A number that grows with each event that was taken."""
+        return self._version
+
+    def take(self, event: Event) -> None:
+        """Take an event of a worker; those that measure nothing are passed over."""
+        if not isinstance(event, Measured):
+            return
+        with self._lock:
+            if event.run_id not in self._runs:
+                self._runs[event.run_id] = _RunLog(event.run_id, self._num_points)
+                while len(self._runs) > self._num_runs:
+                    self._runs.popitem(last=False)
+            self._runs[event.run_id].take(event, self._clock())
+            self._version += 1
+
+    def latest(self) -> RunHistory | None:
+        """Return what is known of the run that began last, or None when nothing was measured."""
+        with self._lock:
+            return next(reversed(self._runs.values())).history(self._clock()) if self._runs else None
+
+    def history(self, run_id: str) -> RunHistory | None:
+        """Return what is known of a run, or None when it measured nothing or is no longer kept."""
+        with self._lock:
+            run = self._runs.get(run_id)
+            return run.history(self._clock()) if run is not None else None
+
+    def histories(self) -> list[RunHistory]:
+        """Return all runs that are kept, the oldest first."""
+        with self._lock:
+            return [run.history(self._clock()) for run in self._runs.values()]
