@@ -180,7 +180,7 @@ class MasterNode:
     @property
     def world_size(self) -> int:
         """How many ranks the process group has."""
-        return len(self._members.ranks)
+        return len(self._members.all_ranks())
 
     @property
     def epoch(self) -> int:
@@ -225,15 +225,15 @@ class MasterNode:
         """
         members = self._members
         members.ensure_ready(on_wait)
-        ranks = self._choose_ranks(targets)
+        ranks, absent = self._gather_ranks(targets, alone=strategy is not None)
         with self._lock:
             if self._run is not None and self._run.running:
                 raise ClusterError("A cell is running on the workers. Wait for it, or stop it (%openclaw interrupt).")
             self._run_count += 1
             run_id = f"{self.cluster_id[:8]}-{self._run_count}"
-            run = CellRun(members.door, run_id, ranks, self._on_run_finished)
+            run = CellRun(members.door, run_id, ranks, self._on_run_finished, absent)
             self._run = self.last_run = run
-        members.mark_running(run_id)
+        members.mark_running(run_id, ranks.values())
         run.start(
             lambda rank: RunCell(
                 run_id=run_id,
@@ -246,8 +246,22 @@ class MasterNode:
         )
         return run
 
+    def _gather_ranks(self, targets: Sequence[int] | None, *, alone: bool) -> tuple[dict[int, int], list[int]]:
+        """Return the ranks that run a cell, and those of the group that do not.
+
+        A strategy cell on some of the workers gets a group of their own, with ranks from 0.
+        """
+        if self._run is not None and self._run.running:
+            raise ClusterError("A cell is running on the workers. Wait for it, or stop it (%openclaw interrupt).")
+        chosen = self._choose_ranks(targets)
+        if alone:
+            self._members.regroup(list(chosen.values()))
+            return dict(self._members.ranks), []
+        self._members.regroup(list(self._members.all_ranks().values()))
+        return chosen, [rank for rank in self._members.ranks if rank not in chosen]
+
     def _choose_ranks(self, targets: Sequence[int] | None) -> dict[int, int]:
-        ranks = self._members.ranks
+        ranks = self._members.all_ranks()
         if targets is None:
             return dict(ranks)
         for rank in targets:
@@ -306,10 +320,12 @@ class MasterNode:
         worker = self._choose_ranks([rank])[rank]
         return self._require_exchange().pull(worker, names)
 
-    def compare(self, names: Sequence[str]) -> dict[str, dict[int, dict[str, Any]]]:
+    def compare(
+        self, names: Sequence[str], targets: Sequence[int] | None = None
+    ) -> dict[str, dict[int, dict[str, Any]]]:
         """Return type, digest and size of each variable on each rank."""
         self._members.ensure_ready(None)
-        return self._require_exchange().describe(self._choose_ranks(None), names)
+        return self._require_exchange().describe(self._choose_ranks(targets), names)
 
     def complete(self, code: str, cursor: int, rank: int = 0) -> dict[str, Any]:
         """Complete code against a rank's variables."""
@@ -322,6 +338,10 @@ class MasterNode:
         return self._exchange
 
     # --------------------------------------------------------------------------------------- status
+
+    def take_notes(self) -> list[str]:
+        """Return what a person should be told about the workers since the last call."""
+        return self._members.take_notes()
 
     def get_device_status(self) -> list[DeviceStatus]:
         """Return a record of each worker's device; a reading that does not exist is None."""

@@ -10,7 +10,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 
@@ -127,8 +127,17 @@ class Membership:
 
     # ---------------------------------------------------------------------------------------- the group
 
-    def _form(self) -> None:
-        """Form the group of all living workers under a new epoch.
+    def all_ranks(self) -> dict[int, int]:
+        """Return the number of each living worker by its rank when all take part."""
+        return {rank: worker.number for rank, worker in enumerate(w for w in self.workers if w.alive)}
+
+    def regroup(self, numbers: Sequence[int]) -> None:
+        """Form the group of exactly these workers, unless it stands already."""
+        if list(self.ranks.values()) != list(numbers):
+            self._form(numbers)
+
+    def _form(self, numbers: Sequence[int] | None = None) -> None:
+        """Form the group of these workers, or of all living ones, under a new epoch.
 
         Raises
         ------
@@ -137,13 +146,13 @@ class Membership:
         """
         problem = ""
         for _ in range(_MAX_ATTEMPTS):
-            problem = self._try_to_form()
+            problem = self._try_to_form(numbers)
             if not problem or self._closing:
                 return
         raise StartError(f"The process group could not be formed: {problem}")
 
-    def _try_to_form(self) -> str:
-        members = [w for w in self.workers if w.alive]
+    def _try_to_form(self, numbers: Sequence[int] | None) -> str:
+        members = [w for w in self.workers if w.alive and (numbers is None or w.number in numbers)]
         if not members:
             raise StartError("No worker is alive. Start again with %openclaw stop and %openclaw start.")
         self.epoch += 1
@@ -227,9 +236,9 @@ class Membership:
         elif not during_run:
             self._mend_again = True
 
-    def mark_running(self, run_id: str) -> None:
+    def mark_running(self, run_id: str, numbers: Iterable[int]) -> None:
         """Note what the workers are busy with."""
-        for number in self.ranks.values():
+        for number in numbers:
             self.workers[number].busy_with = run_id
 
     def after_run(self, *, clean: bool, busy: Sequence[int]) -> None:

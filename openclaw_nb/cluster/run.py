@@ -12,7 +12,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
@@ -80,6 +80,22 @@ class RunResult:
         return not (self.failures or self.died or self.busy or self.interrupted)
 
     @property
+    def notes(self) -> list[str]:
+        """What the workers have to say, each line once, and the names that differ between ranks."""
+        lines = [line for value in self.values.values() for line in value.get("notes", ())]
+        names = self.differing_names
+        if names:
+            lines.append(f"these names differ between the ranks (each counted its own part): {', '.join(names)}")
+        return list(dict.fromkeys(lines))
+
+    @property
+    def differing_names(self) -> list[str]:
+        """Names that a strategy cell has bound to different values on different ranks."""
+        digests = [value["names"] for value in self.values.values() if "names" in value]
+        every = sorted({name for row in digests for name in row})
+        return [name for name in every if len({row.get(name) for row in digests}) > 1]
+
+    @property
     def first(self) -> int | None:
         """The rank whose error is the first cause."""
         own = {r: f for r, f in self.failures.items() if not f.consequence}
@@ -99,6 +115,8 @@ class CellRun:
         Worker number of each rank that takes part.
     on_finished : callable
         Called with the result once, on the run's thread, before waiters wake.
+    absent : sequence of int
+        Ranks of the group that do not run the cell.
     """
 
     def __init__(
@@ -107,6 +125,7 @@ class CellRun:
         run_id: str,
         ranks: Mapping[int, int],
         on_finished: Callable[[RunResult], None],
+        absent: Sequence[int] = (),
     ) -> None:
         self.run_id = run_id
         self.ranks = dict(ranks)
@@ -116,6 +135,7 @@ class CellRun:
         self._inbox: queue.SimpleQueue[tuple[str, int, Any]] = queue.SimpleQueue()
         self._shown: queue.SimpleQueue[Output | Measured | None] = queue.SimpleQueue()
         self._views = {rank: RankView() for rank in ranks}
+        self._views |= {rank: RankView(phase=Phase.ABSENT) for rank in absent}
         self._replies: dict[int, Reply] = {}
         self._num_batches = dict.fromkeys(ranks, 0)
         self._released_at: float | None = None
@@ -171,6 +191,12 @@ class CellRun:
     def who_waits_where(self) -> list[tuple[int, str, str]]:
         """Return rows (rank, what it does, the cell's line)."""
         return waiting_table(dict(self._views))
+
+    @property
+    def longest_wait_seconds(self) -> float:
+        """How long the rank that waits longest has waited in its collective."""
+        views = list(self._views.values())
+        return max((v.waiting_seconds for v in views if v.phase is Phase.RUNNING and v.call), default=0.0)
 
     # -------------------------------------------------------------------------------- the run's thread
 

@@ -175,7 +175,9 @@ class Agent:
             # Preparing the objects, or giving them back, failed: there is no cell to show a line of.
             return Outcome(error, traceback.format_exception(error)), report
         if command.compare_names:
-            report["names"] = variables.digests_of_stored(self._shell.user_ns, command.source)
+            from openclaw_nb.engine.names import cell_names
+
+            report["names"] = variables.digests(self._shell.user_ns, cell_names(command.source).stores)
         return outcome, report
 
     def _publisher(self, command: RunCell) -> Any:

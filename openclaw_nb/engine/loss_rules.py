@@ -38,6 +38,7 @@ def refuse_by_rule(ops: list[Op], num_samples: int) -> None:
         _refuse_output(op, num_samples)
         _refuse_counted(op)
     _refuse_inner(ops)
+    _refuse_parts(ops, num_samples)
     _refuse_counts(ops, num_samples)
 
 
@@ -80,6 +81,13 @@ def _refuse_inner(ops: list[Op]) -> None:
         raise RefusedTail(
             "part of the loss is read inside the model, or made by a function that is not followed"
         )
+
+
+def _refuse_parts(ops: list[Op], num_samples: int) -> None:
+    """Refuse samples that went through a part of the model alone: their gradient would not be weighted."""
+    inner = [t for t in plain_tensors(ops) if t.requires_grad and t.grad_fn is not None and t.dim()]
+    if any(t.shape[0] and t.shape[0] % num_samples == 0 for t in inner):
+        raise RefusedTail("samples reach the loss through a part of the model that was called by itself")
 
 
 def _graph(nodes: Iterable[Any]) -> set[Any]:

@@ -44,6 +44,8 @@ class _Bucket:
 class GradientReducer:
     """Averages the gradients of some parameters.
 
+    ``strayed`` is set when a gradient appears outside of a pass that `begin` announced.
+
     Parameters
     ----------
     parameters : sequence of Parameter
@@ -66,6 +68,7 @@ class GradientReducer:
         self._factor = 1.0
         self._enabled = False
         self._launched = 0
+        self.strayed = False
         self.parameters = [p for p in parameters if p.requires_grad]
         self._buckets = _fill_buckets(list(reversed(self.parameters)), bucket_bytes)
         self._place = {
@@ -89,6 +92,7 @@ class GradientReducer:
 
     def _on_ready(self, parameter: Tensor) -> None:
         if not self._enabled:
+            self.strayed = True
             return
         bucket, place = self._place[id(parameter)]
         self._copy_in(bucket, place)

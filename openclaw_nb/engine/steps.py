@@ -225,8 +225,10 @@ class StepEngine:
         grad_variables: Any = None,
         inputs: Any = None,
     ) -> None:
-        if not self._calls:  # nothing of the models is in this graph
+        if not self._calls:  # nothing of the models should be in this graph
+            self._reducer.strayed = False
             self._backward(tensors, grad_tensors, retain_graph, create_graph, grad_variables, inputs)
+            self._check_strayed()
             return
         root = self._check_backward(tensors, create_graph, inputs)
         if not retain_graph:
@@ -248,6 +250,15 @@ class StepEngine:
         finally:
             self._weight = None
         self._conclude(root, vote, boundary)
+
+    def _check_strayed(self) -> None:
+        if self._reducer.strayed and self._ranks.size > 1:
+            self._reducer.drop_gradients()
+            raise RefusedError(
+                "backward() reached the model's parameters, but the model was not called as a whole since the last "
+                "backward(): a part of it was called by itself, or the same graph was run back twice. Call the model "
+                "itself and run one backward() a call."
+            )
 
     def _conclude(self, root: Tensor, vote: Vote, boundary: bool) -> None:
         if not boundary:

@@ -5,7 +5,6 @@ Knows values and files; does not know who asks. Large values go through a file o
 
 from __future__ import annotations
 
-import ast
 import hashlib
 import os
 import sys
@@ -55,24 +54,14 @@ def _lookup(namespace: Mapping[str, Any], name: str) -> Any:
     return namespace[name]
 
 
-def digests_of_stored(namespace: Mapping[str, Any], source: str) -> dict[str, str]:
-    """Return a digest of each name that the cell's own level binds, for comparing ranks.
+def digests(namespace: Mapping[str, Any], names: Iterable[str]) -> dict[str, str]:
+    """Return a digest of each of these names that is bound, for comparing ranks.
 
-    Values whose equality cannot be told (open files, generators, ...) are left out.
+    Tensors and arrays are left out, as a slice of the batch differs by design, and so are values whose
+    equality cannot be told (open files, generators, ...).
     """
-    return {
-        name: text for name in stored_names(source) if name in namespace and (text := digest(namespace[name]))
-    }
-
-
-def stored_names(source: str) -> Iterable[str]:
-    """Return the names that a cell's own level binds."""
-    try:
-        tree = ast.parse(source)
-    except SyntaxError:  # IPython syntax: only the shell can read it
-        return []
-    nodes = (n for n in ast.walk(tree) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store))
-    return sorted({n.id for n in nodes})
+    values = {name: namespace[name] for name in sorted(names) if name in namespace}
+    return {name: text for name, value in values.items() if _raw(value) is None and (text := digest(value))}
 
 
 def digest(value: Any, depth: int = _DEPTH) -> str:

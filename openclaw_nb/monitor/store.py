@@ -150,8 +150,8 @@ class _WorkerLog:
         self.worker = worker
         self.steps = self.samples = self.lost = 0
         self.rate: float | None = None
-        self.arrived = 0.0
-        self.gap = 0.0
+        self._arrived: float | None = None
+        self._gap = 0.0
         self._seq = 0
         self._at = float("-inf")
         self._first: tuple[float, int] | None = None
@@ -166,12 +166,12 @@ class _WorkerLog:
         self._count_lost(event.seq)
         self._count(event)
         self._measure(event.at, elapsed)
-        self.gap = arrived - self.arrived if self.arrived else 0.0
-        self.arrived = arrived
+        self._gap = 0.0 if self._arrived is None else arrived - self._arrived
+        self._arrived = arrived
         return True
 
     def _count_lost(self, seq: int) -> None:
-        # A number that does not grow is that of a new process in the place of one that died: it counts from 1.
+        # A number that does not grow comes from a new process in the place of one that died.
         expected = self._seq + 1 if seq > self._seq else 1
         self.lost += seq - expected
         self._seq = seq
@@ -202,7 +202,9 @@ class _WorkerLog:
 
     def silent(self, now: float) -> bool:
         """Whether it tells nothing for longer than its steps explain."""
-        return now - self.arrived > max(WINDOW_SECONDS, _SILENT_GAPS * self.gap)
+        return self._arrived is not None and now - self._arrived > max(
+            WINDOW_SECONDS, _SILENT_GAPS * self._gap
+        )
 
     def rate_at(self, now: float) -> float | None:
         return 0.0 if self.rate is not None and self.silent(now) else self.rate
@@ -304,8 +306,8 @@ class Monitor:
     Examples
     --------
     >>> monitor = Monitor()
-    >>> for second in range(3):
-    ...     monitor.take(Measured(worker=0, run_id="a", seq=second + 1, at=second, steps=1, samples=64, loss=None))
+    >>> for n in range(1, 4):
+    ...     monitor.take(Measured(worker=0, run_id="a", seq=n, at=n, steps=1, samples=64, loss=None))
     >>> monitor.latest().mean_rate
     64.0
     """

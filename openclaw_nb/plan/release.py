@@ -26,6 +26,7 @@ class Phase(Enum):
     DONE = "done"
     RAISED = "raised"
     DIED = "died"
+    ABSENT = "absent"
 
 
 @dataclass(frozen=True)
@@ -117,11 +118,13 @@ def _failure(ranks: Mapping[int, RankView]) -> str:
 
 
 def _ended(ranks: Mapping[int, RankView], running: Mapping[int, RankView]) -> str:
-    done = [rank for rank, view in ranks.items() if view.phase is Phase.DONE]
-    if not done or not all(v.call and v.waiting_seconds > ENDED_SECONDS for v in running.values()):
+    over = {rank: view.phase for rank, view in ranks.items() if view.phase in (Phase.DONE, Phase.ABSENT)}
+    if not over or not all(v.call and v.waiting_seconds > ENDED_SECONDS for v in running.values()):
         return ""
     rank, view = next(iter(running.items()))
-    return f"rank {done[0]} has finished the cell, but rank {rank} {view.place}"
+    other, phase = next(iter(over.items()))
+    what = "has finished the cell" if phase is Phase.DONE else "does not run this cell (--targets)"
+    return f"rank {other} {what}, but rank {rank} {view.place}"
 
 
 def _mismatch(running: Mapping[int, RankView]) -> str:
@@ -139,5 +142,6 @@ def waiting_table(ranks: Mapping[int, RankView]) -> list[tuple[int, str, str]]:
 
 def _doing(view: RankView) -> str:
     if view.phase is not Phase.RUNNING:
-        return {Phase.DONE: "has finished", Phase.RAISED: f"raised {view.error}", Phase.DIED: "died"}[view.phase]
+        words = {Phase.DONE: "has finished", Phase.RAISED: f"raised {view.error}", Phase.DIED: "died"}
+        return words.get(view.phase, "does not run this cell")
     return f"waits in {view.call} for {view.waiting_seconds:.0f} s" if view.call else "computes"

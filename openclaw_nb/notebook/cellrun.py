@@ -1,0 +1,195 @@
+"""One cell of the notebook, from its source to the last output: what `%%openclaw_parallel` does.
+
+    source ──> checked here ──> MasterNode.run_cell ──> CellRun ──> LiveOutput
+                                      stop button ──────┘  └──> cell_error
+
+Blocks until the run is over and draws only in the calling thread. Knows runs and outputs; does not know
+options or magics.
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from collections.abc import Callable, Container, Sequence
+from dataclasses import dataclass
+from types import FrameType, TracebackType
+from typing import Any
+
+from openclaw_nb.cluster.master import MasterNode
+from openclaw_nb.cluster.run import CellRun, Output, RunResult
+from openclaw_nb.notebook.failure import cell_error, waiting_text
+from openclaw_nb.notebook.live import LiveOutput, SlotSink, TextSink
+from openclaw_nb.notebook.merge import label
+from openclaw_nb.notebook.targets import Place
+from openclaw_nb.protocol.messages import Measured, StrategySpec
+
+_TICK_SECONDS = 0.1
+_FIRST_DRAWING_SECONDS = 0.1
+_SHOW_WAITING_SECONDS = 3.0
+
+
+@dataclass(frozen=True)
+class CellRequest:
+    """A cell to run: its source as the workers get it, and where and how."""
+
+    source: str
+    execution_count: int = 0
+    targets: Sequence[int] | None = None
+    strategy: StrategySpec | None = None
+
+
+def run_cell(
+    master: MasterNode,
+    request: CellRequest,
+    sink: SlotSink | TextSink,
+    *,
+    tell: Callable[[str], None],
+    listener: Callable[[Measured], None] | None = None,
+    notebook_names: Container[str] = (),
+) -> RunResult:
+    """Run a cell on the workers and show what it shows.
+
+    Parameters
+    ----------
+    master : MasterNode
+        The cluster.
+    request : CellRequest
+        The cell.
+    sink : SlotSink or TextSink
+        Where its output is drawn.
+    tell : callable
+        Shows a line to the person, beside the output.
+    listener : callable, optional
+        Called with each measurement of a strategy cell.
+    notebook_names : container of str
+        Variables of the notebook, for advice.
+
+    Raises
+    ------
+    OpenClawError
+        When the cell did not end well, see `cell_error`; or could not begin.
+    """
+    places = places_of(master)
+    output = LiveOutput(len(places), request.targets or list(places), sink)
+    run = _begin(master, request, output)
+    for note in master.take_notes():
+        tell(note)
+    try:
+        with StopButton(run):
+            result = _watch(run, output, listener)
+    finally:
+        output.finish()
+    for note in [*_differing_names(result), *(master.take_notes() if master.running else [])]:
+        tell(note)
+    if not result.ok:
+        raise cell_error(result, places, notebook_names)
+    return result
+
+
+def places_of(master: MasterNode) -> dict[int, Place]:
+    """Return the worker and the device of each rank."""
+    return {rank: Place(worker.id, worker.device.id) for rank, worker in enumerate(master.workers)}
+
+
+def _begin(master: MasterNode, request: CellRequest, output: LiveOutput) -> CellRun:
+    def on_wait(what: str) -> None:
+        output.status(f"waiting: {what}")
+        output.refresh()
+
+    try:
+        run = master.run_cell(
+            request.source,
+            targets=request.targets,
+            strategy=request.strategy,
+            execution_count=request.execution_count,
+            on_wait=on_wait,
+        )
+    except BaseException:
+        # Also when interrupted: the run may have begun in that instant.
+        output.finish()
+        master.interrupt()
+        raise
+    output.status(None)
+    return run
+
+
+def _watch(
+    run: CellRun, output: LiveOutput, listener: Callable[[Measured], None] | None
+) -> RunResult:
+    """Feed what arrives into the output until the run is over."""
+    not_before = time.monotonic() + _FIRST_DRAWING_SECONDS
+    while True:
+        event = run.next_event(_TICK_SECONDS)
+        if event is None and not run.running:
+            break
+        _take(event, output, listener)
+        if (now := time.monotonic()) >= not_before:
+            output.status(_waiting(run))
+            output.refresh()
+            not_before = now + _FIRST_DRAWING_SECONDS
+    while (event := run.next_event(0)) is not None:
+        _take(event, output, listener)
+    result = run.wait()
+    assert result is not None
+    return result
+
+
+def _take(
+    event: Output | Measured | None, output: LiveOutput, listener: Callable[[Measured], None] | None
+) -> None:
+    if isinstance(event, Output):
+        output.feed(event.rank, event.entry)
+    elif isinstance(event, Measured) and listener is not None:
+        listener(event)
+
+
+def _waiting(run: CellRun) -> str | None:
+    if run.longest_wait_seconds < _SHOW_WAITING_SECONDS:
+        return None
+    return waiting_text(run.who_waits_where())
+
+
+def _differing_names(result: RunResult) -> list[str]:
+    """Say which names a strategy cell left with another value on each rank."""
+    digests = [value["names"] for value in result.values.values() if "names" in value]
+    names = sorted({name for found in digests for name in found})
+    differing = [name for name in names if len({found.get(name) for found in digests}) > 1]
+    if not differing:
+        return []
+    ranks = label(list(result.values), 2)
+    return [f"Different on {ranks}: {', '.join(differing)}. %openclaw pull NAME --from all, or --reduce sum|mean."]
+
+
+class StopButton:
+    """While in the ``with`` block, an interrupt of the kernel stops the run instead of this thread.
+
+    The first interrupt ends the cell on the workers, and the watching goes on until they are out, so that
+    nothing is cut in the middle of drawing; a second one raises KeyboardInterrupt here.
+    """
+
+    def __init__(self, run: CellRun) -> None:
+        self._run = run
+        self._pressed = False
+        self._previous: Any = None
+        self._installed = False
+
+    def __enter__(self) -> StopButton:
+        # Python delivers signals to the main thread only.
+        if threading.current_thread() is threading.main_thread():
+            self._previous = signal.signal(signal.SIGINT, self._press)
+            self._installed = True
+        return self
+
+    def _press(self, signum: int, frame: FrameType | None) -> None:
+        if self._pressed:
+            raise KeyboardInterrupt
+        self._pressed = True
+        self._run.interrupt()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._installed:
+            signal.signal(signal.SIGINT, self._previous)

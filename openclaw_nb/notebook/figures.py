@@ -1,0 +1,273 @@
+"""What stays of a run in the notebook: figures made from its history, and from nothing else.
+
+    RunHistory ──> static SVG (saved notebook, nbconvert, no network)
+               ──> plotly specification (plain dictionaries; where a front end knows plotly)
+               ──> a few lines of text
+
+Pure but for `show_run`, which displays. Kept small: a figure adds less than 100 kB to the notebook.
+"""
+
+from __future__ import annotations
+
+import html
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from openclaw_nb.monitor.store import Curve, RunHistory, WorkerHistory
+from openclaw_nb.notebook.svg import COLOURS, STYLE, Labels, Line, line_chart, thin
+
+if TYPE_CHECKING:
+    from plotly.graph_objects import Figure
+
+PLOTLY_MIME = "application/vnd.plotly.v1+json"
+
+_MAX_LINES = 16
+_MAX_POINTS = 300
+_ALL_POINTS = 1600  # of all lines of a chart together
+_DIGITS = 5
+
+STATIC_STYLE = f"""<style>
+.oc-run {{ color: var(--jp-content-font-color1, inherit); font-size: 13px; line-height: 1.4; }}
+.oc-run p {{ margin: 0 0 4px; }}
+{STYLE}</style>"""
+
+
+# ---------------------------------------------------------------------------------------------- in words
+
+
+def describe_run(history: RunHistory) -> list[str]:
+    """Say in a few lines what a run did: steps, samples, samples/s, loss, and what is not known."""
+    facts = [_counted(history.steps, "step"), _counted(history.samples, "sample")]
+    if history.mean_rate is not None:
+        facts.append(f"{rate_text(history.mean_rate)} samples/s ({_counted(len(history.workers), 'worker')})")
+    if history.loss:
+        facts.append(f"loss {loss_text(history.loss)}")
+    lines = [", ".join(facts)]
+    if len(history.workers) > 1:
+        lines.append(_by_worker(history.workers))
+    if history.lost:
+        lines.append(
+            f"{_counted(history.lost, 'measurement')} did not arrive: steps, samples and samples/s lack them."
+        )
+    return lines
+
+
+def _by_worker(workers: Sequence[WorkerHistory]) -> str:
+    rates = [(worker.mean_rate, worker.worker) for worker in workers if worker.mean_rate is not None]
+    if len(workers) <= 8:
+        each = (
+            f"worker {worker}: {rate_text(rate)}" for rate, worker in sorted(rates, key=lambda pair: pair[1])
+        )
+        return "samples/s by worker: " + (", ".join(each) or "not known")
+    (low, slowest), (high, fastest) = min(rates), max(rates)
+    return f"samples/s from {rate_text(low)} (worker {slowest}) to {rate_text(high)} (worker {fastest})"
+
+
+def _counted(count: int, noun: str) -> str:
+    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
+
+
+def rate_text(rate: float | None) -> str:
+    """Write samples/s; a dash when not known."""
+    if rate is None:
+        return "–"
+    return f"{rate:,.0f}" if rate >= 100 or rate == 0 else f"{rate:.3g}"
+
+
+def loss_text(loss: Curve) -> str:
+    """Write the first and the newest loss."""
+    first, last = _loss(loss.y[0]), _loss(loss.y[-1])
+    return f"{first} → {last}" if len(loss) > 1 else last
+
+
+def _loss(value: float) -> str:
+    return f"{value:.2f}" if 0.1 <= abs(value) < 1000 else f"{value:.3g}"
+
+
+# ------------------------------------------------------------------------------------------- as a picture
+
+
+def charts(history: RunHistory, *, each_worker: bool = True) -> str:
+    """Draw samples/s by time and the loss by step, side by side, as HTML with SVG.
+
+    Parameters
+    ----------
+    history : RunHistory
+        What to draw.
+    each_worker : bool
+        Draw a line a worker beside that of all together.
+    """
+    return f'<div class="oc-charts">{_rate_chart(history, each_worker)}{_loss_chart(history)}</div>'
+
+
+def _rate_chart(history: RunHistory, each_worker: bool) -> str:
+    if not history.rates:
+        return _no_chart("Samples/s", "Known from the second measurement on.")
+    unit, lines = _rate_lines(history, each_worker)
+    mean = rate_text(history.mean_rate)
+    summary = f"Samples per second by time: {mean} on average over {history.seconds:.0f} seconds"
+    labels = Labels("Samples/s", unit, "samples/s", summary)
+    return line_chart(lines, labels, max_points=_points_each(len(lines)), from_zero=True)
+
+
+def _loss_chart(history: RunHistory) -> str:
+    if not history.loss:
+        return _no_chart("Loss", "No loss was measured.")
+    summary = f"Loss by step: {loss_text(history.loss)} in {_counted(history.steps, 'step')}"
+    return line_chart(_loss_lines(history), Labels("Loss", "step", "loss", summary), max_points=_MAX_POINTS)
+
+
+def _no_chart(title: str, why: str) -> str:
+    return f'<div class="oc-chart"><p class="oc-title">{title}</p><p>{why}</p></div>'
+
+
+def _loss_lines(history: RunHistory) -> list[Line]:
+    return [Line("loss", history.loss.x, history.loss.y)] if history.loss else []
+
+
+def _rate_lines(history: RunHistory, each_worker: bool) -> tuple[str, list[Line]]:
+    """Return the unit of the time axis and the lines, that of all workers first."""
+    unit, seconds = time_unit(history.seconds)
+    curves = [("all workers", history.rates), *(_worker_curves(history.workers) if each_worker else [])]
+    lines = [
+        Line(name, [x / seconds for x in curve.x], curve.y, bold=number == 0)
+        for number, (name, curve) in enumerate(curves)
+    ]
+    return unit, lines if history.rates else []
+
+
+def _worker_curves(workers: Sequence[WorkerHistory]) -> list[tuple[str, Curve]]:
+    """Return the workers' lines: none for a single one, and of too many the slowest and the fastest."""
+    drawn = [worker for worker in workers if worker.rates] if len(workers) > 1 else []
+    if len(drawn) > _MAX_LINES:
+        drawn.sort(key=lambda worker: worker.mean_rate or 0.0)
+        drawn = drawn[: _MAX_LINES // 2] + drawn[-_MAX_LINES // 2 :]
+        drawn.sort(key=lambda worker: worker.worker)
+    return [(f"worker {worker.worker}", worker.rates) for worker in drawn]
+
+
+def _points_each(num_lines: int) -> int:
+    return max(24, min(_MAX_POINTS, _ALL_POINTS // max(1, num_lines)))
+
+
+def time_unit(seconds: float) -> tuple[str, float]:
+    """Choose the unit of a time axis: its name and how many seconds it has."""
+    if seconds < 180:
+        return "seconds", 1.0
+    return ("minutes", 60.0) if seconds < 3 * 3600 else ("hours", 3600.0)
+
+
+# ---------------------------------------------------------------------------------------------- plotly
+
+
+def plotly_specification(history: RunHistory) -> dict[str, Any]:
+    """Build one plotly figure with both charts side by side, as plain dictionaries."""
+    unit, rates = _rate_lines(history, each_worker=True)
+    layout = {
+        **_LAYOUT,
+        "xaxis": _axis(unit, domain=[0.0, 0.45]),
+        "yaxis": _axis("samples/s", rangemode="tozero"),
+        "xaxis2": _axis("step", domain=[0.55, 1.0], anchor="y2"),
+        "yaxis2": _axis("loss", anchor="x2"),
+    }
+    return {"data": _traces(rates, "") + _traces(_loss_lines(history), "2"), "layout": layout}
+
+
+def plotly_figures(history: RunHistory) -> list[Figure]:
+    """Build the run's plotly figures: samples/s by time, then the loss by step if one was measured.
+
+    Parameters
+    ----------
+    history : RunHistory
+        The run.
+
+    Returns
+    -------
+    list of plotly.graph_objects.Figure
+        Figures that can be changed and shown by themselves.
+    """
+    from plotly.graph_objects import Figure
+
+    unit, rates = _rate_lines(history, each_worker=True)
+    wanted = [(rates, unit, "samples/s", "tozero"), (_loss_lines(history), "step", "loss", "normal")]
+    return [
+        Figure(
+            data=_traces(lines, ""),
+            layout={**_LAYOUT, "xaxis": _axis(x), "yaxis": _axis(y, rangemode=mode), "title": {"text": y}},
+        )
+        for lines, x, y, mode in wanted
+        if lines
+    ]
+
+
+_LAYOUT: dict[str, Any] = {
+    # Neither paper nor font have a colour of their own theme: readable in light and dark.
+    "paper_bgcolor": "rgba(0,0,0,0)",
+    "plot_bgcolor": "rgba(0,0,0,0)",
+    "font": {"color": "#808080"},
+    "height": 300,
+    "margin": {"l": 60, "r": 20, "t": 30, "b": 45},
+    "legend": {"orientation": "h", "y": -0.25},
+    "hovermode": "x",
+}
+
+
+def _axis(title: str, **more: Any) -> dict[str, Any]:
+    return {"title": {"text": title}, "gridcolor": "rgba(128,128,128,0.25)", "zeroline": False, **more}
+
+
+def _traces(lines: Sequence[Line], axis: str) -> list[dict[str, Any]]:
+    return [_trace(line, number, axis, len(lines)) for number, line in enumerate(lines)]
+
+
+def _trace(line: Line, number: int, axis: str, num_lines: int) -> dict[str, Any]:
+    points = thin(line.xs, line.ys, _points_each(num_lines))
+    return {
+        "type": "scatter",
+        "mode": "lines" if len(points) > 1 else "markers",
+        "name": line.name,
+        "x": [_rounded(x) for x, _ in points],
+        "y": [_rounded(y) for _, y in points],
+        "xaxis": f"x{axis}",
+        "yaxis": f"y{axis}",
+        "showlegend": num_lines > 1,
+        "line": {"color": COLOURS[number % len(COLOURS)], "width": 2.5 if line.bold else 1.5},
+    }
+
+
+def _rounded(value: float) -> float | None:
+    """Shorten a number; what is none becomes a gap, as JSON has no word for it."""
+    return float(f"{value:.{_DIGITS}g}") if math.isfinite(value) else None
+
+
+# ----------------------------------------------------------------------------------- into the notebook
+
+
+def run_figure(history: RunHistory) -> dict[str, Any]:
+    """Build what stays of a run: a mime bundle of plotly specification, HTML with SVG, and text.
+
+    Parameters
+    ----------
+    history : RunHistory
+        The run.
+
+    Returns
+    -------
+    dict
+        By mime type; a front end shows the richest that it knows.
+    """
+    words = describe_run(history)
+    paragraphs = "".join(f"<p>{html.escape(line)}</p>" for line in words)
+    return {
+        PLOTLY_MIME: plotly_specification(history),
+        "text/html": f'{STATIC_STYLE}<div class="oc-run">{paragraphs}{charts(history)}</div>',
+        "text/plain": "\n".join(words),
+    }
+
+
+def show_run(history: RunHistory) -> None:
+    """Display what stays of a run in the cell that runs now."""
+    from IPython.display import display
+
+    display(run_figure(history), raw=True)

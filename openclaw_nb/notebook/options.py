@@ -1,0 +1,327 @@
+"""What may be written after ``%openclaw`` and ``%%openclaw_parallel``, and what it means.
+
+    words of a line ──> Command (its arguments, declared once) ──> Parsed options, or a UsageError
+                                   └──> help text, and what Tab completes
+
+Knows the grammar; does not know a cluster, nor what verbs do. Nothing is printed and nothing exits.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NoReturn
+
+from openclaw_nb.core.errors import UsageError, unknown_name
+from openclaw_nb.protocol.messages import StrategySpec
+from openclaw_nb.strategies.names import STRATEGIES, canonical_strategy
+
+
+@dataclass(frozen=True)
+class Argument:
+    """One option or positional argument of a command.
+
+    Attributes
+    ----------
+    names : tuple of str
+        ``("-n", "--workers")``, or ``("names",)`` for a positional one.
+    help : str
+        One line.
+    values : str or tuple of str
+        The kind of thing that Tab completes (``"device"``, ``"target"``, ``"notebook variable"``, ...), or
+        all values that are allowed.
+    settings : mapping
+        What argparse is told beside.
+    """
+
+    names: tuple[str, ...]
+    help: str
+    values: str | tuple[str, ...] = ""
+    settings: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def is_option(self) -> bool:
+        """Whether it begins with a dash."""
+        return self.names[0].startswith("-")
+
+    @property
+    def takes_value(self) -> bool:
+        """Whether a value follows."""
+        return self.settings.get("action") != "store_true"
+
+
+@dataclass(frozen=True)
+class Command:
+    """A verb of ``%openclaw``, or the cell magic: what it is called and what it takes."""
+
+    prog: str
+    summary: str
+    arguments: tuple[Argument, ...] = ()
+
+    @property
+    def option_names(self) -> list[str]:
+        """Every option that may be written."""
+        return [name for a in self.arguments if a.is_option for name in a.names] + ["--help"]
+
+    def help(self) -> str:
+        """Return the help text."""
+        return _parser(self).format_help()
+
+    def parse(self, words: Sequence[str]) -> argparse.Namespace:
+        """Turn words into options.
+
+        Raises
+        ------
+        UsageError
+            Saying what is wrong with which of them.
+        """
+        options, rest = _parser(self).parse_known_intermixed_args(list(words))
+        for word in rest:
+            if word.startswith("-"):
+                raise unknown_name(f"{self.prog} option", word.partition("=")[0], self.option_names)
+            raise UsageError(f"{self.prog} does not take {word!r}. See {self.prog} --help.")
+        for argument in self.arguments:
+            self._check_choice(argument, getattr(options, _attribute(argument)))
+        return options
+
+    def _check_choice(self, argument: Argument, value: Any) -> None:
+        if isinstance(argument.values, tuple) and value is not None and value not in argument.values:
+            raise unknown_name(f"{argument.names[-1]} value", value, argument.values)
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(f"{self.prog}: {message}. See {self.prog} --help.")
+
+
+def _parser(command: Command) -> argparse.ArgumentParser:
+    parser = _Parser(prog=command.prog, description=command.summary, add_help=False, allow_abbrev=False)
+    for argument in command.arguments:
+        settings = dict(argument.settings)
+        if isinstance(argument.values, tuple):
+            settings.setdefault("metavar", "|".join(argument.values))
+        parser.add_argument(*argument.names, help=argument.help, **settings)
+    parser.add_argument("--help", action="store_true", help="show this")
+    return parser
+
+
+def _attribute(argument: Argument) -> str:
+    chosen = argument.settings.get("dest") or next(
+        (name for name in argument.names if name.startswith("--")), argument.names[0]
+    )
+    return str(chosen).lstrip("-").replace("-", "_")
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
+    return int(text)
+
+
+def split_line(line: str) -> list[str]:
+    """Split a magic's line into words, as a shell does.
+
+    Raises
+    ------
+    UsageError
+        If a quotation is not closed.
+    """
+    try:
+        return shlex.split(line)
+    except ValueError as error:
+        raise UsageError(f"{line.strip()!r} cannot be read: {error}.") from None
+
+
+# ------------------------------------------------------------------------------------------------- the verbs
+
+_TARGETS = Argument(
+    ("-t", "--targets"),
+    "ranks (0,1 or 0-2), worker ids (worker-1) or devices (CPU-1); all by default",
+    "target",
+    {"metavar": "WHERE"},
+)
+_FLAG: Mapping[str, Any] = {"action": "store_true"}
+
+VERBS: dict[str, Command] = {
+    verb: Command(f"%openclaw {verb}", summary, arguments)
+    for verb, summary, arguments in (
+        (
+            "start",
+            "Start a cluster: one worker a device, joined in a process group.",
+            (
+                Argument(
+                    ("-n", "--workers"),
+                    "how many workers; by default one a GPU, or as many as cores and memory allow",
+                    settings={"type": _count, "metavar": "N"},
+                ),
+                Argument(("--devices",), "ids such as GPU-0,GPU-1 or CPU-0, or auto", "device", {"metavar": "IDS"}),
+                Argument(
+                    ("--communication",),
+                    "what the workers communicate with (auto)",
+                    ("auto", "nccl", "gloo"),
+                    {"default": "auto"},
+                ),
+                Argument(("--name",), "the cluster's name", settings={"metavar": "NAME"}),
+                Argument(("--oversubscribe",), "allow more workers than devices, or little memory", "", _FLAG),
+            ),
+        ),
+        ("status", "Show the workers, their devices and what runs on them.", ()),
+        ("devices", "Show what this machine can run workers on.", ()),
+        ("panel", "Show the live panel.", ()),
+        ("stop", "End the cluster: every process it started.", ()),
+        ("list", "Show the clusters on this host.", ()),
+        (
+            "push",
+            "Copy variables of the notebook to the workers.",
+            (
+                Argument(("names",), "variables of the notebook", "notebook variable", {"nargs": "*"}),
+                _TARGETS,
+            ),
+        ),
+        (
+            "pull",
+            "Bring variables of the workers into the notebook, under the same names.",
+            (
+                Argument(("names",), "variables of the workers", "worker variable", {"nargs": "*"}),
+                Argument(
+                    ("--from",),
+                    "the rank to take them from (0), or all for a list by rank",
+                    "rank",
+                    {"dest": "source", "metavar": "RANK|all"},
+                ),
+                Argument(("--reduce",), "combine the values of all ranks", ("sum", "mean")),
+            ),
+        ),
+        ("interrupt", "Stop what runs on the workers; their variables stay.", ()),
+        (
+            "reset",
+            "Form a fresh process group; the workers' variables stay.",
+            (Argument(("--replace",), "start new processes for workers that do not leave their cell", "", _FLAG),),
+        ),
+    )
+}
+
+
+def overview() -> str:
+    """Return the list of verbs."""
+    width = max(map(len, VERBS))
+    lines = [f"  {verb.ljust(width)}  {command.summary}" for verb, command in VERBS.items()]
+    return "\n".join(["%openclaw <verb> [options]", "", *lines, "", "%openclaw <verb> --help shows its options."])
+
+
+def split_verb(line: str) -> tuple[Command | None, str, list[str]]:
+    """Return the command, the verb and the words after it; no command when help on all verbs is asked for.
+
+    Raises
+    ------
+    UnknownNameError
+        If there is no such verb.
+    """
+    words = split_line(line)
+    if not words or words[0] in ("--help", "-h", "help"):
+        return None, "", []
+    if words[0] not in VERBS:
+        raise unknown_name("%openclaw verb", words[0], VERBS)
+    return VERBS[words[0]], words[0], words[1:]
+
+
+def asks_for_help(words: Sequence[str]) -> bool:
+    """Return whether help is asked for, whatever else is written."""
+    return "--help" in words or "-h" in words
+
+
+# --------------------------------------------------------------------------------------------- the cell magic
+
+_NAME: Mapping[str, Any] = {"metavar": "NAME"}
+
+CELL = Command(
+    "%%openclaw_parallel",
+    "Run the cell on the workers: as it stands on every rank, or under a strategy.",
+    (
+        Argument(
+            ("-s", "--strategy"),
+            "run the cell's single-device training loop in parallel: data_parallel",
+            "strategy",
+            {"metavar": "NAME"},
+        ),
+        _TARGETS,
+        Argument(
+            ("--sync-frequency",),
+            "update every K-th batch, with the gradients of all of them",
+            settings={"type": _count, "metavar": "K"},
+        ),
+        Argument(
+            ("--accumulate",),
+            "compute each batch in A parts",
+            settings={"type": _count, "metavar": "A"},
+        ),
+        Argument(("--model",), "the model; found by its type when not given", "worker variable", _NAME),
+        Argument(("--optimizer",), "the optimizer", "worker variable", _NAME),
+        Argument(("--loader",), "the loader", "worker variable", _NAME),
+        Argument(
+            ("--split",),
+            "what is divided among the ranks: the loader's batches, or the model's input (loader)",
+            ("loader", "model"),
+        ),
+        Argument(
+            ("--reduction",),
+            "how the loss combines samples (auto: found from the loss)",
+            ("auto", "mean", "sum"),
+        ),
+        Argument(("--no-sync-batchnorm",), "let BatchNorm take each rank's own statistics", "", _FLAG),
+    ),
+)
+
+
+@dataclass(frozen=True)
+class CellOptions:
+    """What the first line of a cell asks for; ``targets`` as written, or None for all ranks."""
+
+    strategy: StrategySpec | None = None
+    targets: str | None = None
+
+
+def parse_cell(words: Sequence[str]) -> CellOptions:
+    """Turn the words after ``%%openclaw_parallel`` into options.
+
+    Raises
+    ------
+    UsageError
+        If an option does not exist, or needs a strategy and none is named.
+    """
+    given = CELL.parse(words)
+    if given.strategy is None:
+        _refuse_without_strategy(given)
+        return CellOptions(targets=given.targets)
+    name = canonical_strategy(given.strategy)
+    if given.targets is not None:
+        raise UsageError(
+            "--targets goes with plain cells only: a strategy runs on every rank. Leave out one of the two."
+        )
+    for role in ("model", "optimizer", "loader"):
+        _check_identifier(role, getattr(given, role))
+    options = {"sync_frequency": given.sync_frequency, "accumulate": given.accumulate}
+    spec = StrategySpec(
+        name=name,
+        options={option: value for option, value in options.items() if value is not None},
+        model=given.model,
+        optimizer=given.optimizer,
+        loader=given.loader,
+        split=given.split or "loader",
+        reduction=given.reduction or "auto",
+        sync_batchnorm=not given.no_sync_batchnorm,
+    )
+    return CellOptions(strategy=spec)
+
+
+def _refuse_without_strategy(given: argparse.Namespace) -> None:
+    for argument in CELL.arguments:
+        if argument is not _TARGETS and getattr(given, _attribute(argument)) not in (None, False):
+            raise UsageError(f"{argument.names[-1]} needs a strategy: add --strategy {STRATEGIES[0]}.")
+
+
+def _check_identifier(option: str, name: str | None) -> None:
+    if name is not None and not name.isidentifier():
+        raise UsageError(f"--{option} takes the name of a variable on the workers, not {name!r}.")

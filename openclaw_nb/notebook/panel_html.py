@@ -1,0 +1,212 @@
+"""The panel's picture: one moment of a cluster as HTML and as text.
+
+    PanelView (frozen: devices, what runs, what was measured, a note) ──> `render_html`, `render_text`
+
+Pure. Everything that comes from outside is escaped. Does not know where a view comes from, nor how often
+it is drawn.
+"""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from openclaw_nb.cluster.status import DeviceStatus
+from openclaw_nb.core.text import size_text
+from openclaw_nb.monitor.store import RunHistory
+from openclaw_nb.notebook.figures import charts, describe_run, rate_text
+from openclaw_nb.notebook.svg import STYLE
+
+NOTHING = "–"
+
+_STYLE = f"""<style>
+.oc-panel {{ color: var(--jp-content-font-color1, inherit); font-size: 13px; line-height: 1.4;
+  max-width: 1100px; }}
+.oc-panel p {{ margin: 0 0 6px; }}
+.oc-panel .oc-head {{ font-size: 14px; margin-bottom: 8px; }}
+.oc-panel .oc-scroll {{ overflow-x: auto; margin-bottom: 8px; }}
+.oc-panel table.oc-devices {{ table-layout: auto; width: 100%; margin: 0; border-collapse: collapse;
+  font-size: 13px; }}
+.oc-panel table.oc-devices tr, .oc-panel table.oc-devices tbody tr:nth-child(n) {{ background: none; }}
+.oc-panel table.oc-devices th, .oc-panel table.oc-devices td {{ padding: 3px 12px 3px 0; max-width: none;
+  text-align: left; vertical-align: middle; border: 0;
+  border-bottom: 1px solid var(--jp-border-color2, rgba(128, 128, 128, 0.35)); white-space: nowrap; }}
+.oc-panel table.oc-devices .oc-number {{ text-align: right; font-variant-numeric: tabular-nums; }}
+.oc-panel table.oc-devices .oc-work {{ white-space: normal; overflow-wrap: anywhere; min-width: 120px; }}
+.oc-bar {{ display: inline-block; width: 72px; height: 8px; margin-right: 8px; border-radius: 4px;
+  overflow: hidden; vertical-align: middle; background: rgba(128, 128, 128, 0.28); }}
+.oc-bar span {{ display: block; height: 100%; background: #2f7fd0; }}
+.oc-dot {{ display: inline-block; width: 9px; height: 9px; margin-right: 6px; border-radius: 50%;
+  background: #8a8a8a; }}
+.oc-dot.oc-busy {{ background: #2e9157; }}
+.oc-dot.oc-dead {{ background: #d0504c; }}
+{STYLE}</style>"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PanelView:
+    """What the panel shows at one moment.
+
+    Attributes
+    ----------
+    name : str
+        The cluster's; "" when there is none.
+    backend : str
+        What the process group communicates with.
+    epoch : int
+        The process group's number.
+    doing : str
+        What runs, or what ran last.
+    devices : tuple of DeviceStatus
+        One a worker, in rank order.
+    history : RunHistory or None
+        What was measured last.
+    running : bool
+        Whether that run goes on: then samples/s are those of now, else those of the whole run.
+    note : str
+        Why something is missing, or what to do next; "" when there is nothing to say.
+    """
+
+    name: str = ""
+    backend: str = ""
+    epoch: int = 0
+    doing: str = ""
+    devices: tuple[DeviceStatus, ...] = ()
+    history: RunHistory | None = None
+    running: bool = False
+    note: str = ""
+
+    def rate_of(self, worker: str) -> float | None:
+        """Return the samples/s of a worker, by its id."""
+        for measured in self.history.workers if self.history else ():
+            if f"worker-{measured.worker}" == worker:
+                return measured.rate if self.running else measured.mean_rate
+        return None
+
+
+def render_html(view: PanelView) -> str:
+    """Draw the view as HTML, without scripts and without anything from outside."""
+    parts = [_head(view), _note(view), _device_table(view), _measured(view)]
+    return f'{_STYLE}<div class="oc-panel" role="group" aria-label="OpenClaw panel">{"".join(parts)}</div>'
+
+
+def render_text(view: PanelView) -> str:
+    """Write the view as plain text."""
+    lines = [", ".join(_head_words(view))] if view.name else []
+    lines += [_device_line(device, view.rate_of(device.worker)) for device in view.devices]
+    lines += describe_run(view.history) if view.history else []
+    return "\n".join([*lines, view.note] if view.note else lines)
+
+
+# ---------------------------------------------------------------------------------------------- parts
+
+
+def _head_words(view: PanelView) -> list[str]:
+    group = f"{view.backend} group, epoch {view.epoch}" if view.backend else "no process group"
+    return [view.name, group, view.doing]
+
+
+def _head(view: PanelView) -> str:
+    if not view.name:
+        return ""
+    name, *rest = (html.escape(words) for words in _head_words(view))
+    return f'<p class="oc-head"><strong>{name}</strong> · {" · ".join(rest)}</p>'
+
+
+def _note(view: PanelView) -> str:
+    return f"<p>{html.escape(view.note)}</p>" if view.note else ""
+
+
+def _measured(view: PanelView) -> str:
+    if view.history is None:
+        return ""
+    words = [html.escape(line) for line in describe_run(view.history)]
+    if view.running:
+        words[0] += f" · now <strong>{rate_text(view.history.rate)} samples/s</strong>"
+    text = "".join(f"<p>{line}</p>" for line in (words if view.history.lost else words[:1]))
+    return text + charts(view.history, each_worker=False)
+
+
+def _device_table(view: PanelView) -> str:
+    if not view.devices:
+        return ""
+    warm = any(device.temperature is not None for device in view.devices)
+    titles = ["device", "state", "utilisation", "memory", *(["temperature"] if warm else []), "samples/s"]
+    head = "".join(f'<th scope="col">{title}</th>' for title in [*titles, "doing", "pid"])
+    rows = "".join(_device_row(device, view.rate_of(device.worker), warm) for device in view.devices)
+    # What can be scrolled must be reachable by keyboard.
+    return (
+        '<div class="oc-scroll" tabindex="0" role="group" aria-label="Devices">'
+        f'<table class="oc-devices"><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table></div>'
+    )
+
+
+def _device_row(device: DeviceStatus, rate: float | None, warm: bool) -> str:
+    cells = [
+        f'<th scope="row" title="{html.escape(f"{device.name}, {device.worker} on {device.host}")}">'
+        f"{html.escape(device.id)}</th>",
+        _cell(
+            f'<span class="oc-dot oc-{html.escape(device.state)}" aria-hidden="true"></span>', device.state
+        ),
+        _cell(_bar(device.utilisation), percent_text(device.utilisation)),
+        _cell(_bar(_memory_percent(device)), memory_text(device)),
+        *(
+            [_cell("", NOTHING if device.temperature is None else f"{device.temperature:.0f} °C")]
+            if warm
+            else []
+        ),
+        _cell("", rate_text(rate), "oc-number"),
+        _cell("", device.work or NOTHING, "oc-work"),
+        _cell("", str(device.pid or NOTHING), "oc-number"),
+    ]
+    return f"<tr>{''.join(cells)}</tr>"
+
+
+def _cell(mark: str, text: str, kind: str = "") -> str:
+    return (
+        f'<td class="{kind}">{mark}{html.escape(text)}</td>'
+        if kind
+        else f"<td>{mark}{html.escape(text)}</td>"
+    )
+
+
+def _bar(percent: float | None) -> str:
+    if percent is None:
+        return ""
+    width = min(100.0, max(0.0, percent))
+    return f'<span class="oc-bar" aria-hidden="true"><span style="width:{width:.0f}%"></span></span>'
+
+
+def _device_line(device: DeviceStatus, rate: float | None) -> str:
+    parts: Sequence[str] = (
+        f"{device.id}: {device.state}",
+        f"{percent_text(device.utilisation)} busy",
+        f"memory {memory_text(device)}",
+        f"{rate_text(rate)} samples/s",
+        device.work or NOTHING,
+        f"pid {device.pid or NOTHING}",
+    )
+    return ", ".join(parts)
+
+
+# --------------------------------------------------------------------------------------------- values
+
+
+def percent_text(percent: float | None) -> str:
+    """Write a share; a dash when there is no reading."""
+    return NOTHING if percent is None else f"{percent:.0f} %"
+
+
+def memory_text(device: DeviceStatus) -> str:
+    """Write the memory in use and the whole."""
+    if device.memory_used is None and device.memory_total is None:
+        return NOTHING
+    used, total = (NOTHING if s is None else size_text(s) for s in (device.memory_used, device.memory_total))
+    return f"{used} of {total}"
+
+
+def _memory_percent(device: DeviceStatus) -> float | None:
+    if device.memory_used is None or not device.memory_total:
+        return None
+    return 100.0 * device.memory_used / device.memory_total

@@ -1,0 +1,111 @@
+"""What verbs return: tables and messages that display well as HTML and as plain text.
+
+Knows strings and the records behind them; does not know clusters, except in the three functions that
+turn the cluster's records into rows.
+"""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from openclaw_nb.core.text import aligned, size_text
+
+if TYPE_CHECKING:
+    from openclaw_nb.cluster.devices import Device
+    from openclaw_nb.cluster.master import MasterNode
+    from openclaw_nb.cluster.status import DeviceStatus
+
+
+class Message(str):
+    """A line of text that is shown as it is, without quotes."""
+
+    def __repr__(self) -> str:
+        return str(self)
+
+
+@dataclass(frozen=True, repr=False)
+class Table(Sequence[Any]):
+    """Rows of text for people, and the records that they stand for: ``len``, index and iterate over those.
+
+    Attributes
+    ----------
+    title : str
+        A line above the table.
+    columns : tuple of str
+        Names of the columns.
+    rows : tuple of tuple of str
+        What is shown.
+    records : tuple
+        What the rows stand for, one a row.
+    """
+
+    title: str
+    columns: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+    records: tuple[Any, ...] = ()
+
+    def __len__(self) -> int:
+        return len(self.records)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self.records[index]
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.records)
+
+    def __repr__(self) -> str:
+        if not self.rows:
+            return self.title
+        return f"{self.title}\n{aligned([self.columns, *self.rows], indent='  ')}"
+
+    def _repr_html_(self) -> str:
+        head = "".join(f'<th scope="col">{html.escape(name)}</th>' for name in self.columns)
+        body = "".join(f"<tr>{_html_cells(row)}</tr>" for row in self.rows)
+        table = f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>" if self.rows else ""
+        return f"<div>{html.escape(self.title)}</div>{table}"
+
+
+def _html_cells(row: Sequence[str]) -> str:
+    return "".join(f'<td style="text-align: left">{html.escape(cell)}</td>' for cell in row)
+
+
+def status_table(master: MasterNode) -> Table:
+    """Return the workers of a cluster, their devices and what runs on them."""
+    records = master.get_device_status()
+    columns = ("rank", "worker", "device", "state", "pid", "busy", "memory", "does")
+    title = f"Cluster {master.name}: {len(records)} workers, {master.backend}, group {master.epoch}"
+    return Table(title, columns, tuple(_status_row(r, s) for r, s in enumerate(records)), tuple(records))
+
+
+def _status_row(rank: int, status: DeviceStatus) -> tuple[str, ...]:
+    busy = "-" if status.utilisation is None else f"{status.utilisation:.0f} %"
+    memory = size_text(status.memory_used)
+    if status.memory_used is not None and status.memory_total is not None:
+        memory = f"{memory} of {size_text(status.memory_total)}"
+    pid = "-" if status.pid is None else str(status.pid)
+    return (str(rank), status.worker, status.id, status.state, pid, busy, memory, status.work)
+
+
+def device_table(devices: Sequence[Device], workers_on: Mapping[str, Sequence[str]]) -> Table:
+    """Return what a machine can run workers on, and which workers are there."""
+    rows = (
+        (d.id, d.name, size_text(d.memory_bytes), ", ".join(workers_on.get(d.id, ())) or "-") for d in devices
+    )
+    return Table("Devices of this machine", ("device", "name", "own memory", "worker"), tuple(rows), tuple(devices))
+
+
+def cluster_table(notes: Sequence[Mapping[str, Any]], own_pid: int) -> Table:
+    """Return the clusters on this host."""
+    if not notes:
+        return Table("No cluster runs on this host.", (), ())
+    rows = tuple((note["name"], _owner(note, own_pid)) for note in notes)
+    return Table("Clusters of this user on this host", ("name", "owner"), rows, tuple(notes))
+
+
+def _owner(note: Mapping[str, Any], own_pid: int) -> str:
+    if note["owner_pid"] == own_pid:
+        return "this notebook"
+    return f"pid {note['owner_pid']}" + ("" if note["alive"] else " (gone)")

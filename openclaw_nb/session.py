@@ -1,0 +1,253 @@
+"""The composition root: one object that owns this process's cluster.
+
+    magics, command line, scripts ──> Session ──> devices are chosen ──> MasterNode
+
+Decides what is started and ended when; does not know how anything is shown.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import re
+import threading
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from types import TracebackType
+
+from openclaw_nb.cluster.devices import Device, available_memory_bytes, choose_devices, list_devices
+from openclaw_nb.cluster.master import MasterNode
+from openclaw_nb.cluster.run import CellRun
+from openclaw_nb.core.errors import AlreadyStartedError, NotStartedError, UsageError
+from openclaw_nb.core.text import is_set
+from openclaw_nb.protocol.messages import StrategySpec
+from openclaw_nb.strategies.names import canonical_strategy
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
+
+Progress = Callable[[int, int, str], None]
+
+
+class Session:
+    """Owns the cluster of this process; there is one at a time.
+
+    See Also
+    --------
+    current_session : the session that the magics use.
+    """
+
+    def __init__(self) -> None:
+        self._cluster: OpenClawCluster | None = None
+        self._lock = threading.Lock()
+        self._pid = 0
+
+    @property
+    def cluster(self) -> OpenClawCluster | None:
+        """The cluster that runs, or None."""
+        cluster = self._cluster
+        return cluster if cluster is not None and cluster.running else None
+
+    @property
+    def master(self) -> MasterNode:
+        """The master of the cluster that runs.
+
+        Raises
+        ------
+        NotStartedError
+            When there is none.
+        """
+        if (cluster := self.cluster) is None:
+            raise NotStartedError("No cluster is running. Start one first: %openclaw start -n 2")
+        return cluster.master
+
+    @cached_property
+    def known_devices(self) -> list[Device]:
+        """The machine's devices, looked for once: for completion, which must be quick."""
+        return list_devices()
+
+    def start(self, cluster: OpenClawCluster, progress: Progress | None = None) -> MasterNode:
+        """Choose devices and start their workers.
+
+        Parameters
+        ----------
+        cluster : OpenClawCluster
+            What is asked for.
+        progress : callable, optional
+            Called with (done, total, what).
+
+        Raises
+        ------
+        AlreadyStartedError
+            When a cluster runs; it goes on.
+        UsageError
+            When the devices cannot be had; nothing was started then.
+        StartError
+            When processes do not come up; all are ended.
+        """
+        with self._lock:
+            if self.cluster is not None:
+                running = self.cluster.master
+                raise AlreadyStartedError(
+                    f"The cluster {running.name!r} runs already, with {len(running.workers)} workers. "
+                    "Use it, or end it first (%openclaw stop)."
+                )
+            devices = _choose(cluster)
+            _check_name(cluster.name)
+            self._stop_at_exit()
+            master = MasterNode(name=cluster.name, backend=cluster.communication)
+            try:
+                master.start()
+                master.start_workers(devices, progress)
+            except BaseException:
+                master.stop()
+                raise
+            self._cluster = cluster
+            return master
+
+    def stop(self) -> int:
+        """End the cluster; return how many processes were ended.
+
+        Raises
+        ------
+        NotStartedError
+            When none runs.
+        """
+        ended = self.master.stop()
+        self._cluster = None
+        return ended
+
+    def _stop_at_exit(self) -> None:
+        if self._pid != os.getpid():
+            self._pid = os.getpid()
+            atexit.register(self._exit)
+
+    def _exit(self) -> None:
+        # A forked child inherits this call, but not the cluster.
+        if self._pid == os.getpid() and self.cluster is not None:
+            self.stop()
+
+
+class OpenClawCluster:
+    """A cluster of workers on this machine, from start to stop.
+
+    Parameters
+    ----------
+    workers : int, optional
+        How many; by default one a GPU, or as many as cores and memory allow.
+    devices : str or sequence of str, optional
+        Ids (``"GPU-0,GPU-1"``), or ``"auto"``.
+    name : str, optional
+        For ``%openclaw list``; made up when not given.
+    communication : {"auto", "nccl", "gloo"}
+        What the process group communicates with.
+    oversubscribe : bool
+        Start also with more workers than devices, or little memory. ``OPENCLAW_OVERSUBSCRIBE=1`` does the same.
+
+    Examples
+    --------
+    >>> with OpenClawCluster(workers=2) as cluster:            # doctest: +SKIP
+    ...     cluster.run_cell("x = rank + 1").wait()
+    ...     cluster.master.pull(["x"], rank=1)
+    {'x': 2}
+    """
+
+    def __init__(
+        self,
+        workers: int | None = None,
+        devices: str | Sequence[str] | None = None,
+        name: str | None = None,
+        communication: str = "auto",
+        oversubscribe: bool = False,
+    ) -> None:
+        self.workers = workers
+        self.devices = devices
+        self.name = name
+        self.communication = communication
+        self.oversubscribe = oversubscribe
+        self._master: MasterNode | None = None
+
+    def start(self, progress: Progress | None = None) -> OpenClawCluster:
+        """Start the workers and form their process group; see `Session.start`."""
+        self._master = current_session().start(self, progress)
+        return self
+
+    @property
+    def running(self) -> bool:
+        """Whether the cluster is started."""
+        return self._master is not None and self._master.running
+
+    @property
+    def master(self) -> MasterNode:
+        """The cluster's master.
+
+        Raises
+        ------
+        NotStartedError
+            When the cluster does not run.
+        """
+        if self._master is None or not self._master.running:
+            raise NotStartedError("This cluster does not run. Call its start() first.")
+        return self._master
+
+    def run_cell(
+        self, source: str, *, strategy: str | StrategySpec | None = None, targets: Sequence[int] | None = None
+    ) -> CellRun:
+        """Run source on the workers and return the run at once; its ``wait()`` returns how it ended.
+
+        Parameters
+        ----------
+        source : str
+            What a notebook's cell would hold.
+        strategy : str or StrategySpec, optional
+            How it is run in parallel; on every rank as it stands when not given.
+        targets : sequence of int, optional
+            The ranks that run it; all by default.
+        """
+        if isinstance(strategy, str):
+            strategy = StrategySpec(name=canonical_strategy(strategy))
+        return self.master.run_cell(source, strategy=strategy, targets=targets)
+
+    def stop(self) -> int:
+        """End every process of the cluster; return how many there were."""
+        return self.master.stop()
+
+    def __enter__(self) -> OpenClawCluster:
+        return self.start()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self.running:
+            self.stop()
+
+    def __repr__(self) -> str:
+        if not self.running:
+            return "<OpenClawCluster: not running>"
+        master = self.master
+        return f"<OpenClawCluster {master.name}: {len(master.workers)} workers, {master.backend}>"
+
+
+_session = Session()
+
+
+def current_session() -> Session:
+    """Return the session of this process."""
+    return _session
+
+
+def _choose(cluster: OpenClawCluster) -> list[Device]:
+    return choose_devices(
+        cluster.workers,
+        cluster.devices,
+        available=list_devices(),
+        memory_available_bytes=available_memory_bytes(),
+        oversubscribe=cluster.oversubscribe or is_set(os.environ, "OPENCLAW_OVERSUBSCRIBE"),
+    )
+
+
+def _check_name(name: str | None) -> None:
+    if name is not None and not _NAME.fullmatch(name):
+        raise UsageError(
+            f"A cluster cannot be named {name!r}: use letters, digits, '_', '.' and '-', at most 64, "
+            "and begin with a letter or digit."
+        )

@@ -1,0 +1,75 @@
+"""One cluster of four workers serves all tests of a session that only need workers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+
+from openclaw_nb.cluster.devices import Device
+from openclaw_nb.cluster.master import MasterNode
+from openclaw_nb.cluster.run import RunResult
+from openclaw_nb.protocol.messages import StrategySpec
+
+HANG_SECONDS = 60
+
+
+def cpu_devices(count: int) -> list[Device]:
+    return [Device(f"CPU-{i}", "cpu", i, "test core") for i in range(count)]
+
+
+@dataclass
+class Lab:
+    """A running cluster, with the verbs that tests need."""
+
+    master: MasterNode
+
+    def run(self, source: str, **options: Any) -> RunResult:
+        run = self.master.run_cell(source, **options)
+        result = run.wait(HANG_SECONDS)
+        assert result is not None, f"the cell hangs: {run.who_waits_where()}"
+        return result
+
+    def good(self, source: str, **options: Any) -> RunResult:
+        result = self.run(source, **options)
+        assert result.ok, [f"{r}: {f.error_type}: {f.message}" for r, f in result.failures.items()] or result
+        return result
+
+    def train(self, setup: str, loop: str, num_workers: int, **options: Any) -> RunResult:
+        ranks = list(range(num_workers))
+        self.good(setup, targets=ranks)
+        return self.run(loop, targets=ranks, strategy=StrategySpec(name="data_parallel", **options))
+
+    def pull(self, name: str, rank: int = 0) -> Any:
+        return self.master.pull([name], rank)[name]
+
+
+@pytest.fixture(scope="session")
+def lab() -> Iterator[Lab]:
+    torch.set_num_threads(1)
+    master = MasterNode()
+    master.start()
+    master.start_workers(cpu_devices(4))
+    yield Lab(master)
+    master.stop()
+
+
+@pytest.fixture(scope="session")
+def pair() -> Iterator[Lab]:
+    """Two workers, for tests that may break them."""
+    master = MasterNode()
+    master.start()
+    master.start_workers(cpu_devices(2))
+    yield Lab(master)
+    master.stop()
+
+
+def single_device(setup: str, loop: str) -> dict[str, Any]:
+    """Run the same two cells in this process, as a person does on one device."""
+    namespace: dict[str, Any] = {"__name__": "__main__"}
+    exec(compile(setup, "<setup>", "exec"), namespace)
+    exec(compile(loop, "<loop>", "exec"), namespace)
+    return namespace
