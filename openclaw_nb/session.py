@@ -20,6 +20,7 @@ from openclaw_nb.cluster.master import MasterNode
 from openclaw_nb.cluster.run import CellRun
 from openclaw_nb.core.errors import AlreadyStartedError, NotStartedError, UsageError
 from openclaw_nb.core.text import is_set
+from openclaw_nb.monitor.store import Monitor
 from openclaw_nb.protocol.messages import StrategySpec
 from openclaw_nb.strategies.names import canonical_strategy
 
@@ -31,6 +32,11 @@ Progress = Callable[[int, int, str], None]
 class Session:
     """Owns the cluster of this process; there is one at a time.
 
+    Attributes
+    ----------
+    monitor : Monitor
+        What strategy cells have measured, of this cluster and earlier ones.
+
     See Also
     --------
     current_session : the session that the magics use.
@@ -40,6 +46,7 @@ class Session:
         self._cluster: OpenClawCluster | None = None
         self._lock = threading.Lock()
         self._pid = 0
+        self.monitor = Monitor()
 
     @property
     def cluster(self) -> OpenClawCluster | None:
@@ -101,6 +108,7 @@ class Session:
             except BaseException:
                 master.stop()
                 raise
+            master.listen(self.monitor.take)
             self._cluster = cluster
             return master
 
@@ -141,7 +149,7 @@ class OpenClawCluster:
     communication : {"auto", "nccl", "gloo"}
         What the process group communicates with.
     oversubscribe : bool
-        Start also with more workers than devices, or little memory. ``OPENCLAW_OVERSUBSCRIBE=1`` does the same.
+        Start also with more workers than devices, or little memory, as with ``OPENCLAW_OVERSUBSCRIBE=1``.
 
     Examples
     --------

@@ -186,7 +186,8 @@ class Agent:
         return Publisher(self.outbox, self._kernel.engine_id, command.run_id)
 
     def _is_consequence(self, error: BaseException) -> bool:
-        return isinstance(error, ReleasedError) or bool(self._released)
+        # torch's C++ code turns the error of a released collective into a RuntimeError that quotes it.
+        return bool(self._released) or ReleasedError.__name__ in f"{type(error).__name__}: {error}"
 
     # ---------------------------------------------------------------------------------------- at once
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
-from openclaw_nb.core.errors import OpenClawError
+from openclaw_nb.core.errors import OpenClawError, ReleasedError
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,8 @@ class CellRunner:
         takes half a second, and others wait for this rank.
         """
         kind, error, trace = sys.exc_info()
-        if kind is None or not issubclass(kind, OpenClawError | KeyboardInterrupt):
+        ours = kind is not None and issubclass(kind, OpenClawError | KeyboardInterrupt)
+        if not ours and ReleasedError.__name__ not in str(error):
             self._show(*args, **kwargs)
             return
         end = last = trace

@@ -47,13 +47,17 @@ class PendingWork(dist.Work):  # type: ignore[misc]
     Both ways of waiting end on release: `wait` sleeps on a Python event, and the future is one of ours.
     """
 
-    def __init__(self, call: str, outputs: list[Any], waits: WaitBoard) -> None:
+    def __init__(
+        self, call: str, outputs: list[Any], waits: WaitBoard, on_finish: Callable[[PendingWork], None]
+    ) -> None:
         super().__init__()
         self.call = call
         self._outputs = outputs
         self._waits = waits
+        self._on_finish = on_finish
         self._finished = threading.Event()
-        self._future: torch.futures.Future[Any] = torch.futures.Future()
+        self._trigger: torch.futures.Future[Any] | None = None
+        self._future: torch.futures.Future[Any] | None = None
         self._error: Exception | None = None
         self._lock = threading.Lock()
 
@@ -71,10 +75,9 @@ class PendingWork(dist.Work):  # type: ignore[misc]
                 return
             self._error = error
             self._finished.set()
-        if error is None:
-            self._future.set_result(self._outputs)
-        else:
-            self._future.set_exception(error)
+        self._on_finish(self)
+        if self._trigger is not None:
+            self._trigger.set_result(None)
 
     def wait(self, timeout: Any = None) -> bool:
         """Wait until the collective is done.
@@ -108,8 +111,27 @@ class PendingWork(dist.Work):  # type: ignore[misc]
         return self._outputs
 
     def get_future(self) -> torch.futures.Future[Any]:
-        """Return a future with the output tensors."""
+        """Return a future with the output tensors.
+
+        C++ code, such as the reducer of a DistributedDataParallel, waits on it too. For such code
+        ``Future.set_exception`` is no error but a result of another type; a callback that raises is one.
+        """
+        with self._lock:
+            if self._future is None:
+                trigger: torch.futures.Future[Any] = torch.futures.Future()
+                self._future = trigger.then(self._value_of)
+                if not self._finished.is_set():
+                    self._trigger = trigger
+                    return self._future
+            else:
+                return self._future
+        trigger.set_result(None)
         return self._future
+
+    def _value_of(self, _: torch.futures.Future[Any]) -> list[Any]:
+        if self._error is not None:
+            raise self._error
+        return self._outputs
 
 
 class WaitBoard:
@@ -209,12 +231,11 @@ class ReleasableGroup(dist.ProcessGroup):  # type: ignore[misc]
         self, method: str, args: tuple[Any, ...], outputs: list[Any], text: str, *, shared: bool = True
     ) -> PendingWork:
         """Issue one backend call; ``shared`` calls are made by all ranks and compared first."""
-        work = PendingWork(text, outputs, self.board)
+        work = PendingWork(text, outputs, self.board, self._forget)
         with self._lock:
             if self._released is not None:
                 raise ReleasedError(self._released)
             self._pending.add(work)
-        work.get_future().add_done_callback(lambda _: self._forget(work))
         if shared and self._witness is not None:
             self._issue_later(lambda: self._agree_and_issue(work, method, args))
         else:
@@ -291,8 +312,8 @@ class ReleasableGroup(dist.ProcessGroup):  # type: ignore[misc]
     # ----------------------------------------------------------- what torch.distributed calls on a group
 
     def getBackendName(self) -> str:  # noqa: N802 - torch's name
-        """Return the wrapped backend's name."""
-        return str(self.inner.name())
+        """Return a name of our own: torch looks for its backends' C++ classes behind theirs."""
+        return "openclaw"
 
     def allreduce(self, tensors: Any, opts: Any = None) -> PendingWork:
         """Reduce tensors over all ranks, in place."""
@@ -396,13 +417,12 @@ class ReleasableGroup(dist.ProcessGroup):  # type: ignore[misc]
         self, call: str, tensors: list[torch.Tensor], peer: int, tag: int, detail: str
     ) -> PendingWork:
         """Issue a send or receive; the backend gives no future for these, so that a thread waits for them."""
-        work = PendingWork(signature(call, tensors, detail), tensors, self.board)
+        work = PendingWork(signature(call, tensors, detail), tensors, self.board, self._forget)
         with self._lock:
             if self._released is not None:
                 raise ReleasedError(self._released)
             self._pending.add(work)
             self._in_backend += 1
-        work.get_future().add_done_callback(lambda _: self._forget(work))
         inner = getattr(self.inner, call)(tensors, peer, tag)
         threading.Thread(target=self._finish_when_done, args=(work, inner), daemon=True).start()
         return work

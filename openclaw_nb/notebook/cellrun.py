@@ -9,19 +9,18 @@ options or magics.
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import threading
 import time
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass
-from types import FrameType, TracebackType
-from typing import Any
+from types import FrameType
 
 from openclaw_nb.cluster.master import MasterNode
 from openclaw_nb.cluster.run import CellRun, Output, RunResult
 from openclaw_nb.notebook.failure import cell_error, waiting_text
 from openclaw_nb.notebook.live import LiveOutput, SlotSink, TextSink
-from openclaw_nb.notebook.merge import label
 from openclaw_nb.notebook.targets import Place
 from openclaw_nb.protocol.messages import Measured, StrategySpec
 
@@ -77,11 +76,11 @@ def run_cell(
     for note in master.take_notes():
         tell(note)
     try:
-        with StopButton(run):
+        with stop_button(run):
             result = _watch(run, output, listener)
     finally:
         output.finish()
-    for note in [*_differing_names(result), *(master.take_notes() if master.running else [])]:
+    for note in [*result.notes, *(master.take_notes() if master.running else [])]:
         tell(note)
     if not result.ok:
         raise cell_error(result, places, notebook_names)
@@ -98,6 +97,7 @@ def _begin(master: MasterNode, request: CellRequest, output: LiveOutput) -> Cell
         output.status(f"waiting: {what}")
         output.refresh()
 
+    before = master.last_run
     try:
         run = master.run_cell(
             request.source,
@@ -107,17 +107,15 @@ def _begin(master: MasterNode, request: CellRequest, output: LiveOutput) -> Cell
             on_wait=on_wait,
         )
     except BaseException:
-        # Also when interrupted: the run may have begun in that instant.
         output.finish()
-        master.interrupt()
+        if master.last_run is not before:  # interrupted in the instant in which the run began
+            master.interrupt()
         raise
     output.status(None)
     return run
 
 
-def _watch(
-    run: CellRun, output: LiveOutput, listener: Callable[[Measured], None] | None
-) -> RunResult:
+def _watch(run: CellRun, output: LiveOutput, listener: Callable[[Measured], None] | None) -> RunResult:
     """Feed what arrives into the output until the run is over."""
     not_before = time.monotonic() + _FIRST_DRAWING_SECONDS
     while True:
@@ -151,45 +149,27 @@ def _waiting(run: CellRun) -> str | None:
     return waiting_text(run.who_waits_where())
 
 
-def _differing_names(result: RunResult) -> list[str]:
-    """Say which names a strategy cell left with another value on each rank."""
-    digests = [value["names"] for value in result.values.values() if "names" in value]
-    names = sorted({name for found in digests for name in found})
-    differing = [name for name in names if len({found.get(name) for found in digests}) > 1]
-    if not differing:
-        return []
-    ranks = label(list(result.values), 2)
-    return [f"Different on {ranks}: {', '.join(differing)}. %openclaw pull NAME --from all, or --reduce sum|mean."]
-
-
-class StopButton:
-    """While in the ``with`` block, an interrupt of the kernel stops the run instead of this thread.
+@contextlib.contextmanager
+def stop_button(run: CellRun) -> Iterator[None]:
+    """While in the ``with`` block, let an interrupt of the kernel stop the run instead of this thread.
 
     The first interrupt ends the cell on the workers, and the watching goes on until they are out, so that
     nothing is cut in the middle of drawing; a second one raises KeyboardInterrupt here.
     """
+    if threading.current_thread() is not threading.main_thread():
+        yield  # Python delivers signals to the main thread only
+        return
+    pressed = False
 
-    def __init__(self, run: CellRun) -> None:
-        self._run = run
-        self._pressed = False
-        self._previous: Any = None
-        self._installed = False
-
-    def __enter__(self) -> StopButton:
-        # Python delivers signals to the main thread only.
-        if threading.current_thread() is threading.main_thread():
-            self._previous = signal.signal(signal.SIGINT, self._press)
-            self._installed = True
-        return self
-
-    def _press(self, signum: int, frame: FrameType | None) -> None:
-        if self._pressed:
+    def press(signum: int, frame: FrameType | None) -> None:
+        nonlocal pressed
+        if pressed:
             raise KeyboardInterrupt
-        self._pressed = True
-        self._run.interrupt()
+        pressed = True
+        run.interrupt()
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self._installed:
-            signal.signal(signal.SIGINT, self._previous)
+    previous = signal.signal(signal.SIGINT, press)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler if previous is None else previous)

@@ -86,8 +86,7 @@ def cell_error(
     if result.died:
         return _summed_up(WorkerDiedError, _deaths(result, places), result)
     if result.cause:
-        cause = f"{result.cause[0].upper()}{result.cause[1:]}."
-        return _summed_up(GroupError, f"{cause} The cell was ended on every rank.", result)
+        return _summed_up(GroupError, f"{result.cause}. The cell was ended on every rank.", result)
     return _summed_up(GroupError, "The cell did not end on every rank.", result)
 
 
@@ -198,8 +197,8 @@ def _still_inside(result: RunResult) -> list[str]:
     inside = ", ".join(f"rank {rank}{where.get(rank, '')}" for rank in result.busy)
     be = "is" if len(result.busy) == 1 else "are"
     return [
-        f"Still inside the cell {be}: {inside}, probably in native code. Wait, and the group is whole again when "
-        "it is left; or %openclaw reset --replace starts a new process instead, without the variables."
+        f"Still inside the cell {be}: {inside}, probably in native code. Wait: the group is whole again when "
+        "it is left. Or %openclaw reset --replace: a new process takes its place, without variables."
     ]
 
 
@@ -228,7 +227,7 @@ def _interrupted(result: RunResult) -> OpenClawError:
 def _summed_up(kind: type[OpenClawError], message: str, result: RunResult) -> OpenClawError:
     """Build an error of a head line, what became of the ranks, and who waited where."""
     lost = [] if kind is CellInterrupted else _released_line(result)
-    lines = [message, *lost, *_still_inside(result)]
+    lines = [_capital(line) for line in (message, *lost, *_still_inside(result))]
     error = kind(" ".join(lines))
     return drawn(error, [f"{_coloured(kind.__name__)}: {lines[0]}", *lines[1:], *_table(result)])
 
@@ -236,6 +235,10 @@ def _summed_up(kind: type[OpenClawError], message: str, result: RunResult) -> Op
 def _released_line(result: RunResult) -> list[str]:
     lines = _around(result, (), {})
     return [line for line in lines if "released" in line]
+
+
+def _capital(sentence: str) -> str:
+    return sentence[:1].upper() + sentence[1:]
 
 
 def _titled(error: BaseException) -> str:

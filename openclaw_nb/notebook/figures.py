@@ -36,7 +36,7 @@ STATIC_STYLE = f"""<style>
 # ---------------------------------------------------------------------------------------------- in words
 
 
-def describe_run(history: RunHistory) -> list[str]:
+def describe_run(history: RunHistory, *, each_worker: bool = True) -> list[str]:
     """Say in a few lines what a run did: steps, samples, samples/s, loss, and what is not known."""
     facts = [_counted(history.steps, "step"), _counted(history.samples, "sample")]
     if history.mean_rate is not None:
@@ -44,7 +44,7 @@ def describe_run(history: RunHistory) -> list[str]:
     if history.loss:
         facts.append(f"loss {loss_text(history.loss)}")
     lines = [", ".join(facts)]
-    if len(history.workers) > 1:
+    if each_worker and len(history.workers) > 1:
         lines.append(_by_worker(history.workers))
     if history.lost:
         lines.append(
@@ -55,11 +55,10 @@ def describe_run(history: RunHistory) -> list[str]:
 
 def _by_worker(workers: Sequence[WorkerHistory]) -> str:
     rates = [(worker.mean_rate, worker.worker) for worker in workers if worker.mean_rate is not None]
-    if len(workers) <= 8:
-        each = (
-            f"worker {worker}: {rate_text(rate)}" for rate, worker in sorted(rates, key=lambda pair: pair[1])
-        )
-        return "samples/s by worker: " + (", ".join(each) or "not known")
+    if not rates:
+        return "samples/s by worker are not known"
+    if len(rates) <= 8:
+        return "samples/s by worker: " + ", ".join(f"{rate_text(rate)} (worker {w})" for rate, w in rates)
     (low, slowest), (high, fastest) = min(rates), max(rates)
     return f"samples/s from {rate_text(low)} (worker {slowest}) to {rate_text(high)} (worker {fastest})"
 
@@ -107,7 +106,9 @@ def _rate_chart(history: RunHistory, each_worker: bool) -> str:
     unit, lines = _rate_lines(history, each_worker)
     mean = rate_text(history.mean_rate)
     summary = f"Samples per second by time: {mean} on average over {history.seconds:.0f} seconds"
-    labels = Labels("Samples/s", unit, "samples/s", summary)
+    labels = Labels(
+        f"Samples/s{_left_out(history.workers) if each_worker else ''}", unit, "samples/s", summary
+    )
     return line_chart(lines, labels, max_points=_points_each(len(lines)), from_zero=True)
 
 
@@ -145,6 +146,11 @@ def _worker_curves(workers: Sequence[WorkerHistory]) -> list[tuple[str, Curve]]:
         drawn = drawn[: _MAX_LINES // 2] + drawn[-_MAX_LINES // 2 :]
         drawn.sort(key=lambda worker: worker.worker)
     return [(f"worker {worker.worker}", worker.rates) for worker in drawn]
+
+
+def _left_out(workers: Sequence[WorkerHistory]) -> str:
+    half = _MAX_LINES // 2
+    return f" (the {half} slowest and {half} fastest of {len(workers)})" if len(workers) > _MAX_LINES else ""
 
 
 def _points_each(num_lines: int) -> int:
@@ -207,8 +213,8 @@ _LAYOUT: dict[str, Any] = {
     "plot_bgcolor": "rgba(0,0,0,0)",
     "font": {"color": "#808080"},
     "height": 300,
-    "margin": {"l": 60, "r": 20, "t": 30, "b": 45},
-    "legend": {"orientation": "h", "y": -0.25},
+    "margin": {"l": 60, "r": 20, "t": 50, "b": 45},
+    "legend": {"orientation": "h", "y": 1.02, "yanchor": "bottom"},
     "hovermode": "x",
 }
 

@@ -156,7 +156,9 @@ VERBS: dict[str, Command] = {
                     "how many workers; by default one a GPU, or as many as cores and memory allow",
                     settings={"type": _count, "metavar": "N"},
                 ),
-                Argument(("--devices",), "ids such as GPU-0,GPU-1 or CPU-0, or auto", "device", {"metavar": "IDS"}),
+                Argument(
+                    ("--devices",), "ids such as GPU-0,GPU-1 or CPU-0, or auto", "device", {"metavar": "IDS"}
+                ),
                 Argument(
                     ("--communication",),
                     "what the workers communicate with (auto)",
@@ -164,7 +166,9 @@ VERBS: dict[str, Command] = {
                     {"default": "auto"},
                 ),
                 Argument(("--name",), "the cluster's name", settings={"metavar": "NAME"}),
-                Argument(("--oversubscribe",), "allow more workers than devices, or little memory", "", _FLAG),
+                Argument(
+                    ("--oversubscribe",), "allow more workers than devices, or little memory", "", _FLAG
+                ),
             ),
         ),
         ("status", "Show the workers, their devices and what runs on them.", ()),
@@ -198,7 +202,11 @@ VERBS: dict[str, Command] = {
         (
             "reset",
             "Form a fresh process group; the workers' variables stay.",
-            (Argument(("--replace",), "start new processes for workers that do not leave their cell", "", _FLAG),),
+            (
+                Argument(
+                    ("--replace",), "start new processes for workers that do not leave their cell", "", _FLAG
+                ),
+            ),
         ),
     )
 }
@@ -208,7 +216,9 @@ def overview() -> str:
     """Return the list of verbs."""
     width = max(map(len, VERBS))
     lines = [f"  {verb.ljust(width)}  {command.summary}" for verb, command in VERBS.items()]
-    return "\n".join(["%openclaw <verb> [options]", "", *lines, "", "%openclaw <verb> --help shows its options."])
+    return "\n".join(
+        ["%openclaw <verb> [options]", "", *lines, "", "%openclaw <verb> --help shows its options."]
+    )
 
 
 def split_verb(line: str) -> tuple[Command | None, str, list[str]]:

@@ -19,6 +19,10 @@ from openclaw_nb.notebook.figures import charts, describe_run, rate_text
 from openclaw_nb.notebook.svg import STYLE
 
 NOTHING = "–"
+_LAST_TITLES = (
+    '<th scope="col" class="oc-number">samples/s</th><th scope="col">doing</th>'
+    '<th scope="col" class="oc-number">pid</th>'
+)
 
 _STYLE = f"""<style>
 .oc-panel {{ color: var(--jp-content-font-color1, inherit); font-size: 13px; line-height: 1.4;
@@ -95,7 +99,7 @@ def render_text(view: PanelView) -> str:
     """Write the view as plain text."""
     lines = [", ".join(_head_words(view))] if view.name else []
     lines += [_device_line(device, view.rate_of(device.worker)) for device in view.devices]
-    lines += describe_run(view.history) if view.history else []
+    lines += describe_run(view.history, each_worker=False) if view.history else []
     return "\n".join([*lines, view.note] if view.note else lines)
 
 
@@ -121,10 +125,12 @@ def _note(view: PanelView) -> str:
 def _measured(view: PanelView) -> str:
     if view.history is None:
         return ""
-    words = [html.escape(line) for line in describe_run(view.history)]
+    words = [html.escape(line) for line in describe_run(view.history, each_worker=False)]
     if view.running:
         words[0] += f" · now <strong>{rate_text(view.history.rate)} samples/s</strong>"
-    text = "".join(f"<p>{line}</p>" for line in (words if view.history.lost else words[:1]))
+    else:
+        words[0] = f"The last cell that measured: {words[0]}"
+    text = "".join(f"<p>{line}</p>" for line in words)
     return text + charts(view.history, each_worker=False)
 
 
@@ -132,8 +138,8 @@ def _device_table(view: PanelView) -> str:
     if not view.devices:
         return ""
     warm = any(device.temperature is not None for device in view.devices)
-    titles = ["device", "state", "utilisation", "memory", *(["temperature"] if warm else []), "samples/s"]
-    head = "".join(f'<th scope="col">{title}</th>' for title in [*titles, "doing", "pid"])
+    titles = ["device", "state", "utilisation", "memory", *(["temperature"] if warm else [])]
+    head = "".join(f'<th scope="col">{title}</th>' for title in titles) + _LAST_TITLES
     rows = "".join(_device_row(device, view.rate_of(device.worker), warm) for device in view.devices)
     # What can be scrolled must be reachable by keyboard.
     return (
@@ -181,7 +187,7 @@ def _bar(percent: float | None) -> str:
 def _device_line(device: DeviceStatus, rate: float | None) -> str:
     parts: Sequence[str] = (
         f"{device.id}: {device.state}",
-        f"{percent_text(device.utilisation)} busy",
+        f"utilisation {percent_text(device.utilisation)}",
         f"memory {memory_text(device)}",
         f"{rate_text(rate)} samples/s",
         device.work or NOTHING,

@@ -56,8 +56,10 @@ class ProgressBar:
     def _show(self, data: dict[str, Any]) -> None:
         from IPython.display import display, update_display
 
-        draw = display if self._drawn is None else update_display
-        draw(data, raw=True, display_id=self._name)
+        if self._drawn is None:
+            display(data, raw=True, display_id=self._name)
+        else:
+            update_display(data, raw=True, display_id=self._name)
 
     def __enter__(self) -> ProgressBar:
         return self

@@ -22,14 +22,14 @@ STYLE = """
 .oc-chart svg { display: block; width: 100%; height: auto; }
 .oc-chart svg text { fill: currentColor; font-size: 11px; }
 .oc-title { font-size: 12px; font-weight: 600; margin: 0 0 2px; }
-.oc-legend { display: flex; flex-wrap: wrap; gap: 0 14px; margin: 2px 0 0; padding: 0; list-style: none;
-  font-size: 12px; }
-.oc-legend li { margin: 0; white-space: nowrap; }
-.oc-legend svg { display: inline-block; width: 22px; height: 8px; margin-right: 5px; }
+.oc-charts .oc-chart ul.oc-legend { display: flex; flex-wrap: wrap; gap: 0 14px; margin: 2px 0 0; padding: 0;
+  list-style: none; font-size: 12px; }
+.oc-charts .oc-chart ul.oc-legend li { margin: 0; white-space: nowrap; }
+.oc-chart ul.oc-legend svg { display: inline-block; width: 22px; height: 8px; margin-right: 5px; }
 """
 
 _WIDTH, _HEIGHT = 420, 150
-_LEFT, _RIGHT, _TOP, _BOTTOM = 52, 10, 8, 32
+_LEFT, _RIGHT, _TOP, _BOTTOM = 60, 10, 8, 32
 _DASHES = ("", "6 3", "2 3", "8 3 2 3")
 
 Point = tuple[float, float]
@@ -63,13 +63,13 @@ def line_chart(
     Parameters
     ----------
     lines : sequence of Line
-        What to draw; values that are no finite numbers leave a gap.
+        What to draw; values that are no finite numbers leave a gap. The horizontal axis begins at 0.
     labels : Labels
         Title, names of the axes, and a summary for screen readers.
     max_points : int
         How many points of each line are drawn, about.
     from_zero : bool
-        Let the vertical axis begin at 0.
+        Let the vertical axis begin at 0, too.
 
     Returns
     -------
@@ -129,7 +129,7 @@ class _Frame:
         low, high = (min(0.0, *ys), max(ys)) if from_zero else (min(ys), max(ys))
         marks = ticks(*_widened(low, high))
         low, high = min(low, marks[0]), max(high, marks[-1])
-        return cls(*_widened(min(xs), max(xs)), *_widened(low, high))
+        return cls(*_widened(min(0.0, *xs), max(xs)), *_widened(low, high))
 
     def place(self, point: Point) -> str:
         x = _LEFT + (point[0] - self.left) / (self.right - self.left) * (_WIDTH - _LEFT - _RIGHT)
@@ -158,7 +158,7 @@ def ticks(low: float, high: float, count: int = 4) -> list[float]:
 def number_text(value: float) -> str:
     """Write a number with at most four digits that say something."""
     if value and math.isfinite(value) and abs(value) < 1e4:
-        return f"{value:.4g}"
+        return f"{value:,.4g}"
     return f"{value:,.0f}" if abs(value) < 1e9 else f"{value:.3g}"
 
 
@@ -206,9 +206,11 @@ def _polyline(line: Line, number: int, frame: _Frame, max_points: int) -> str:
     parts = []
     for piece in _pieces(thin(line.xs, line.ys, max_points)):
         places = [frame.place(point) for point in piece]
-        # A single point has no length: drawn to itself with round ends it is a dot.
-        end = ' stroke-linecap="round"' if len(places) == 1 else ' stroke-linejoin="round"'
-        parts.append(f'<polyline points="{" ".join(places if len(places) > 1 else places * 2)}" {pen}{end}/>')
+        if len(places) == 1:
+            x, _, y = places[0].partition(",")
+            parts.append(f'<circle cx="{x}" cy="{y}" r="2" {pen}/>')
+        else:
+            parts.append(f'<polyline points="{" ".join(places)}" {pen} stroke-linejoin="round"/>')
     return "".join(parts)
 
 

@@ -94,7 +94,9 @@ def device_table(devices: Sequence[Device], workers_on: Mapping[str, Sequence[st
     rows = (
         (d.id, d.name, size_text(d.memory_bytes), ", ".join(workers_on.get(d.id, ())) or "-") for d in devices
     )
-    return Table("Devices of this machine", ("device", "name", "own memory", "worker"), tuple(rows), tuple(devices))
+    return Table(
+        "Devices of this machine", ("device", "name", "own memory", "worker"), tuple(rows), tuple(devices)
+    )
 
 
 def cluster_table(notes: Sequence[Mapping[str, Any]], own_pid: int) -> Table:

@@ -100,7 +100,9 @@ def pull_all(master: Variables, names: Sequence[str]) -> tuple[dict[str, list[An
     _require_names(names)
     by_rank = [_pull_from(master, names, rank) for rank in range(master.world_size)]
     lists = {name: [values[name] for values in by_rank] for name in names}
-    rows = tuple((name, f"list of {len(by_rank)} {type(values[0]).__name__}") for name, values in lists.items())
+    rows = tuple(
+        (name, f"list of {len(by_rank)} {type(values[0]).__name__}") for name, values in lists.items()
+    )
     return lists, Table("Pulled from every rank, in order of ranks", ("name", "type"), rows, tuple(names))
 
 
@@ -136,17 +138,21 @@ def reduce(name: str, values: Sequence[Any], how: str) -> Any:
     shapes = {tuple(getattr(value, "shape", ())) for value in values}
     if len(shapes) > 1:
         shown = ", ".join(str(list(getattr(value, "shape", ()))) for value in values)
-        raise UsageError(f"{name!r} has another shape on each rank ({shown}): it has no {how}. Use --from all.")
+        raise UsageError(
+            f"{name!r} has another shape on each rank ({shown}): it has no {how}. Use --from all."
+        )
     if not all(is_numeric(value) for value in values):
         kind = type(values[0]).__name__
-        raise UsageError(f"{name!r} is a {kind}: only numbers, arrays and tensors have a {how}. Use --from all.")
+        raise UsageError(
+            f"{name!r} is a {kind}: only numbers, arrays and tensors have a {how}. Use --from all."
+        )
     total = values[0]
     for value in values[1:]:
         total = total + value
     return total / len(values) if how == "mean" else total
 
 
-# ------------------------------------------------------------------------------------------- what is different
+# ------------------------------------------------------------------------------------------ what is different
 
 
 def _compare(master: Variables, rank: int, values: Mapping[str, Any]) -> dict[str, str]:

@@ -1,0 +1,147 @@
+"""The magics: a line is parsed, one call is made, what it returns is shown.
+
+    %openclaw <verb> [options]         ──> options ──> verbs
+    %%openclaw_parallel [options]      ──> options ──> source ──> cellrun
+
+Knows IPython's shell; everything else is imported when a magic is first used.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from IPython.core.magic import Magics, line_cell_magic, line_magic, magics_class
+
+from openclaw_nb.core.errors import OpenClawError, UsageError
+from openclaw_nb.notebook import options
+from openclaw_nb.notebook.complete import LiveNames, Matcher
+from openclaw_nb.notebook.tables import Message
+
+
+@magics_class
+class OpenClawMagics(Magics):
+    """``%openclaw`` and ``%%openclaw_parallel``."""
+
+    shell: Any
+
+    @line_magic
+    def openclaw(self, line: str) -> Any:
+        """Command the cluster: ``%openclaw <verb> [options]``; ``%openclaw --help`` lists the verbs."""
+        with _errors_without_frames():
+            command, verb, words = options.split_verb(line)
+            if command is None:
+                return Message(options.overview())
+            if options.asks_for_help(words):
+                return Message(command.help())
+            parsed = command.parse(words)
+            from openclaw_nb.notebook.verbs import HANDLERS
+
+            return HANDLERS[verb](self._context(), parsed)
+
+    @line_cell_magic
+    def openclaw_parallel(self, line: str, cell: str | None = None) -> Any:
+        """Run the cell on the workers; ``%openclaw_parallel --help`` lists the options."""
+        with _errors_without_frames():
+            words = options.split_line(line)
+            if options.asks_for_help(words):
+                return Message(options.CELL.help())
+            if cell is None or not cell.strip():
+                raise UsageError(
+                    "There is no code to run: %%openclaw_parallel stands on the first line of a cell, "
+                    "with the code below it. %openclaw_parallel --help lists its options."
+                )
+            self._run(options.parse_cell(words), line, cell)
+            return None
+
+    def _run(self, given: options.CellOptions, line: str, cell: str) -> None:
+        from openclaw_nb.notebook import cellrun, source
+        from openclaw_nb.notebook.targets import resolve_targets
+
+        context = self._context()
+        master = context.session.master
+        targets = None
+        if given.targets is not None:
+            targets = resolve_targets(given.targets, cellrun.places_of(master))
+        request = cellrun.CellRequest(
+            source=source.checked(self.shell, line, cell),
+            execution_count=self.shell.execution_count,
+            targets=targets,
+            strategy=given.strategy,
+        )
+        cellrun.run_cell(master, request, self._sink(), tell=_tell, notebook_names=self.shell.user_ns)
+
+    @property
+    def _in_notebook(self) -> bool:
+        return hasattr(self.shell, "kernel")
+
+    def _context(self) -> Any:
+        from openclaw_nb.notebook.verbs import Context
+        from openclaw_nb.session import current_session
+
+        return Context(current_session(), self.shell.user_ns, self._in_notebook)
+
+    def _sink(self) -> Any:
+        from openclaw_nb.notebook.live import NotebookSink, TextSink
+
+        return NotebookSink() if self._in_notebook else TextSink(sys.stdout)
+
+
+@contextmanager
+def _errors_without_frames() -> Iterator[None]:
+    """Let errors of this package show their message alone, unless they know better how to be drawn."""
+    try:
+        yield
+    except OpenClawError as error:
+        from openclaw_nb.notebook.failure import drawn
+
+        if not hasattr(error, "_render_traceback_"):
+            drawn(error)
+        raise
+
+
+def _tell(text: str) -> None:
+    from IPython.display import display
+
+    display({"text/plain": text}, raw=True)
+
+
+# --------------------------------------------------------------------------------------- loading, unloading
+
+
+def load(shell: Any) -> None:
+    """Add the magics, their completion and the cluster's repr to a shell."""
+    shell.register_magics(OpenClawMagics)
+    matchers = shell.Completer.custom_matchers
+    matchers[:] = [m for m in matchers if not _is_ours(m)]
+    matchers.append(Matcher(LiveNames(shell)))
+    for kind, draw in (("text/html", _cluster_html), ("text/plain", _cluster_text)):
+        formatter = shell.display_formatter.formatters[kind]
+        formatter.for_type_by_name("openclaw_nb.session", "OpenClawCluster", draw)
+
+
+def unload(shell: Any) -> None:
+    """Take away what `load` added."""
+    for kind in ("line", "cell"):
+        for name in ("openclaw", "openclaw_parallel"):
+            shell.magics_manager.magics[kind].pop(name, None)
+    matchers = shell.Completer.custom_matchers
+    matchers[:] = [m for m in matchers if not _is_ours(m)]
+
+
+def _is_ours(matcher: Any) -> bool:
+    return bool(getattr(matcher, "matcher_identifier", "") == Matcher.matcher_identifier)
+
+
+def _cluster_html(cluster: Any) -> str | None:
+    from openclaw_nb.notebook.tables import status_table
+
+    return status_table(cluster.master)._repr_html_() if cluster.running else None
+
+
+def _cluster_text(cluster: Any, printer: Any, cycle: bool) -> None:
+    from openclaw_nb.notebook.tables import status_table
+
+    printer.text(repr(status_table(cluster.master)) if cluster.running else repr(cluster))

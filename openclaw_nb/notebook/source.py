@@ -1,0 +1,72 @@
+"""The source that the workers get of a cell: checked, and with the line numbers of the notebook's cell.
+
+Knows IPython's shell and source text; does not know workers.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import warnings
+from typing import Any
+
+from openclaw_nb.core.errors import UsageError
+from openclaw_nb.notebook.failure import drawn
+
+_INDENT = re.compile(r"[ \t]*")
+
+
+class CellSyntaxError(UsageError):
+    """The cell cannot be compiled; no rank ran it."""
+
+
+def checked(shell: Any, line: str, cell: str) -> str:
+    """Return the source for the workers.
+
+    Parameters
+    ----------
+    shell : InteractiveShell
+        The notebook's shell.
+    line : str
+        What stands behind the magic's name.
+    cell : str
+        The cell below the magic's line.
+
+    Raises
+    ------
+    CellSyntaxError
+        If it cannot be compiled; shown as IPython shows a syntax error.
+    """
+    source = at_its_lines(cell, line, _num_lines_above(shell, cell))
+    try:
+        transformed = shell.transform_cell(source)
+        name = shell.compile.cache(transformed, shell.execution_count, raw_code=source)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the workers show them
+            compile(transformed, name, "exec", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT, dont_inherit=True)
+    except SyntaxError as error:
+        lines = shell.SyntaxTB.structured_traceback(type(error), error, [])
+        message = f"{error.msg} (line {error.lineno}). Nothing ran on the workers."
+        raise drawn(CellSyntaxError(message), lines) from None
+    return source
+
+
+def at_its_lines(cell: str, line: str, num_above: int) -> str:
+    """Put as many lines before the cell's code as stand above it in the notebook.
+
+    They are comments, as IPython drops empty lines at the beginning. A cell magic below ours must stay first.
+    """
+    if cell.lstrip().startswith("%%"):
+        return cell
+    first = next(text for text in cell.split("\n") if text.strip())
+    match = _INDENT.match(first)
+    indent = match[0] if match else ""
+    above = ["#"] * (num_above - 1) + [f"# %%openclaw_parallel {line}".rstrip()]
+    return "\n".join([*(indent + text for text in above), cell])
+
+
+def _num_lines_above(shell: Any, cell: str) -> int:
+    """Count the lines above the cell's code: ours, and those of magics above ours."""
+    inputs = getattr(shell.history_manager, "input_hist_raw", [""])
+    found = inputs[-1].lstrip().rfind(cell.rstrip())
+    return max(1, inputs[-1].lstrip().count("\n", 0, found)) if found > 0 else 1

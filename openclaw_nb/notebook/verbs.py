@@ -1,0 +1,136 @@
+"""What each verb of ``%openclaw`` does: one call on the session or its master, and what to show of it.
+
+Knows session and tables; does not know how options are written.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from openclaw_nb.core.errors import UsageError
+from openclaw_nb.notebook import transfer
+from openclaw_nb.notebook.cellrun import places_of
+from openclaw_nb.notebook.progress import ProgressBar
+from openclaw_nb.notebook.tables import Message, Table, cluster_table, device_table, status_table
+from openclaw_nb.notebook.targets import resolve_targets
+from openclaw_nb.session import OpenClawCluster, Session
+
+_LATE_SECONDS = 0.5
+
+
+@dataclass(frozen=True)
+class Context:
+    """What verbs act on: the session, and the notebook's variables and kind."""
+
+    session: Session
+    namespace: dict[str, Any]
+    in_notebook: bool
+
+    def bar(self, title: str, delay_seconds: float = 0.0) -> ProgressBar:
+        """Return a progress bar for this notebook or terminal."""
+        return ProgressBar(title, in_notebook=self.in_notebook, delay_seconds=delay_seconds)
+
+
+def _start(context: Context, options: argparse.Namespace) -> OpenClawCluster:
+    cluster = OpenClawCluster(
+        workers=options.workers,
+        devices=options.devices,
+        name=options.name,
+        communication=options.communication,
+        oversubscribe=options.oversubscribe,
+    )
+    with context.bar("Starting the cluster") as bar:
+        return cluster.start(bar)
+
+
+def _status(context: Context, options: argparse.Namespace) -> Table:
+    return status_table(context.session.master)
+
+
+def _devices(context: Context, options: argparse.Namespace) -> Table:
+    from openclaw_nb.cluster.devices import list_devices
+
+    cluster = context.session.cluster
+    workers_on: dict[str, list[str]] = {}
+    for worker in cluster.master.workers if cluster is not None else ():
+        workers_on.setdefault(worker.device.id, []).append(worker.id)
+    return device_table(list_devices(), workers_on)
+
+
+def _panel(context: Context, options: argparse.Namespace) -> Any:
+    from openclaw_nb.notebook.panel import Panel
+
+    cluster = context.session.cluster
+    return Panel(cluster.master if cluster is not None else None, context.session.monitor)
+
+
+def _stop(context: Context, options: argparse.Namespace) -> Message:
+    name = context.session.master.name
+    return Message(f"Cluster {name} stopped: {context.session.stop()} processes ended, none is left.")
+
+
+def _list(context: Context, options: argparse.Namespace) -> Table:
+    from openclaw_nb.cluster.files import read_notes
+
+    return cluster_table(read_notes(), os.getpid())
+
+
+def _push(context: Context, options: argparse.Namespace) -> Table:
+    master = context.session.master
+    targets = resolve_targets(options.targets, places_of(master)) if options.targets is not None else None
+    with context.bar("Pushing", _LATE_SECONDS) as bar:
+        return transfer.push(master, options.names, context.namespace, targets, bar)
+
+
+def _pull(context: Context, options: argparse.Namespace) -> Table:
+    master = context.session.master
+    names = options.names
+    values: Mapping[str, Any]
+    if options.reduce is not None:
+        if options.source not in (None, "all"):
+            raise UsageError("--reduce combines all ranks: leave out --from, or say --from all.")
+        values, table = transfer.pull_reduced(master, names, options.reduce)
+    elif options.source == "all":
+        values, table = transfer.pull_all(master, names)
+    else:
+        values, table = transfer.pull(master, names, _source_rank(context, options.source))
+    context.namespace.update(values)
+    return table
+
+
+def _source_rank(context: Context, source: str | None) -> int:
+    if source is None:
+        return 0
+    ranks = resolve_targets(source, places_of(context.session.master))
+    if len(ranks) != 1:
+        raise UsageError(f"--from takes one rank, or all; {source!r} names {len(ranks)}.")
+    return ranks[0]
+
+
+def _interrupt(context: Context, options: argparse.Namespace) -> Message:
+    stopped = context.session.master.interrupt()
+    return Message("Stopped; variables kept." if stopped else "Nothing runs on the workers.")
+
+
+def _reset(context: Context, options: argparse.Namespace) -> Message:
+    with context.bar("Forming a fresh group") as bar:
+        epoch = context.session.master.reset(options.replace, lambda what: bar(0, 1, what))
+    return Message(f"A fresh process group stands (number {epoch}); variables kept.")
+
+
+HANDLERS: dict[str, Callable[[Context, argparse.Namespace], Any]] = {
+    "start": _start,
+    "status": _status,
+    "devices": _devices,
+    "panel": _panel,
+    "stop": _stop,
+    "list": _list,
+    "push": _push,
+    "pull": _pull,
+    "interrupt": _interrupt,
+    "reset": _reset,
+}
