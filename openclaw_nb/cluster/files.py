@@ -3,6 +3,8 @@
     <jupyter runtime dir>/openclaw/<name>/     profile directory of ipyparallel, mode 0700
         openclaw-cluster.json                  who owns the cluster
     /dev/shm/openclaw-<id>/                    variables on their way (made when first needed)
+
+Knows paths and what is written there; does not know processes beyond whether an owner still lives.
 """
 
 from __future__ import annotations

@@ -122,7 +122,8 @@ class Door:
             self._client = self._cluster.connect_client_sync()
         except Exception as error:
             # ipyparallel raises bare exceptions here (time-outs, refused files, a controller that ended).
-            raise StartError(f"The controller did not come up: {error}\n{self.log_tail('ipcontroller')}") from error
+            log = self.log_tail("ipcontroller")
+            raise StartError(f"The controller did not come up: {error}\n{log}") from error
         # cells are not kept in the client: results are handed out once
         self._client._registration_callbacks.append(self._registered)
         for number in self._client.ids:
@@ -205,8 +206,7 @@ class Door:
     def _settle(self, worker: int, answer: Future[Reply], sent: Any) -> None:
         try:
             result = sent.result()
-        except Exception as error:
-            # The client closed, or ipyparallel told of the engine's death: for the caller both are one thing.
+        except Exception as error:  # noqa: BLE001 - becomes the answer: for the caller, closed and dead are one thing
             answer.set_exception(WorkerDiedError(f"Worker {worker} is gone: {error}"))
             return
         content = result.get("content", {}) if isinstance(result, dict) else getattr(result, "_content", {})
@@ -223,15 +223,8 @@ class _EventListener:
 
     def __init__(self, client: Any, on_event: Callable[[Event], None]) -> None:
         import zmq
-        from jupyter_client.session import Session
 
-        config = client._config
-        self._session = Session(
-            key=config["key"].encode() if isinstance(config["key"], str) else config["key"],
-            signature_scheme=config["signature_scheme"],
-            packer=config["pack"],
-            unpacker=config["unpack"],
-        )
+        self._session = client.session
         self._on_event = on_event
         self._closing = threading.Event()
         self._socket = client._context.socket(zmq.SUB)
@@ -242,7 +235,7 @@ class _EventListener:
             self._socket.curve_serverkey = client.curve_serverkey
             self._socket.curve_secretkey = client.curve_secretkey
             self._socket.curve_publickey = client.curve_publickey
-        self._socket.connect(config["iopub"])
+        self._socket.connect(client._config["iopub"])
         self._thread = threading.Thread(target=self._run, name="openclaw-events", daemon=True)
         self._thread.start()
 

@@ -33,6 +33,8 @@ from openclaw_nb.core.errors import AlreadyStartedError, ClusterError, NotStarte
 from openclaw_nb.protocol.messages import Event, Measured, RunCell, StrategySpec
 
 _STOP_GRACE_SECONDS = 2.0
+_BUSY = "A cell is running on the workers. Wait for it, or stop it (%openclaw interrupt)."
+_NOT_STARTED = "No cluster is running. Start one with %openclaw start (or MasterNode.start())."
 
 
 class MasterNode:
@@ -169,7 +171,7 @@ class MasterNode:
     @property
     def _members(self) -> Membership:
         if self._membership is None:
-            raise NotStartedError("No cluster is running. Start one with %openclaw start (or MasterNode.start()).")
+            raise NotStartedError(_NOT_STARTED)
         return self._membership
 
     @property
@@ -228,7 +230,7 @@ class MasterNode:
         ranks, absent = self._gather_ranks(targets, alone=strategy is not None)
         with self._lock:
             if self._run is not None and self._run.running:
-                raise ClusterError("A cell is running on the workers. Wait for it, or stop it (%openclaw interrupt).")
+                raise ClusterError(_BUSY)
             self._run_count += 1
             run_id = f"{self.cluster_id[:8]}-{self._run_count}"
             run = CellRun(members.door, run_id, ranks, self._on_run_finished, absent)
@@ -252,7 +254,7 @@ class MasterNode:
         A strategy cell on some of the workers gets a group of their own, with ranks from 0.
         """
         if self._run is not None and self._run.running:
-            raise ClusterError("A cell is running on the workers. Wait for it, or stop it (%openclaw interrupt).")
+            raise ClusterError(_BUSY)
         chosen = self._choose_ranks(targets)
         if alone:
             self._members.regroup(list(chosen.values()))
@@ -334,7 +336,7 @@ class MasterNode:
 
     def _require_exchange(self) -> Exchange:
         if self._exchange is None:
-            raise NotStartedError("No cluster is running. Start one with %openclaw start.")
+            raise NotStartedError(_NOT_STARTED)
         return self._exchange
 
     # --------------------------------------------------------------------------------------- status

@@ -291,7 +291,8 @@ class Membership:
             self._await_stores(lambda count: None)
             names = ", ".join(worker.id for worker in dead)
             self.notes.append(
-                f"{names} is a new process without variables: run the cells that build them again, or %openclaw push."
+                f"{names} is a new process without variables: run the cells that build them again, "
+                "or %openclaw push."
             )
         self._doing = "the process group is being formed"
         self._form()
@@ -312,7 +313,8 @@ class Membership:
             if stuck and waited > _PATIENCE_SECONDS:
                 raise ClusterError(
                     f"{stuck[0].id} is still inside an earlier cell, probably in native code. "
-                    "It rejoins by itself when it comes out; %openclaw reset --replace starts a new process instead."
+                    "It rejoins by itself when it comes out; %openclaw reset --replace starts a new process "
+                    "instead."
                 )
             if on_wait and self._doing and waited > _PATIENCE_SECONDS:
                 on_wait(self._doing)

@@ -9,6 +9,7 @@ know ipyparallel or how anything is drawn.
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import threading
 import time
@@ -85,7 +86,8 @@ class RunResult:
         lines = [line for value in self.values.values() for line in value.get("notes", ())]
         names = self.differing_names
         if names:
-            lines.append(f"these names differ between the ranks (each counted its own part): {', '.join(names)}")
+            listed = ", ".join(names)
+            lines.append(f"these names differ between the ranks (each counted its own part): {listed}")
         return list(dict.fromkeys(lines))
 
     @property
@@ -202,10 +204,8 @@ class CellRun:
 
     def _work(self) -> None:
         while True:
-            try:
+            with contextlib.suppress(queue.Empty):
                 self._take(*self._inbox.get(timeout=_TICK_SECONDS))
-            except queue.Empty:
-                pass
             if all(view.phase is not Phase.RUNNING for view in self._views.values()):
                 self._await_late_batches()
                 break
@@ -280,10 +280,8 @@ class CellRun:
         """Outputs and replies travel on different sockets: wait for the batches that replies have counted."""
         deadline = time.monotonic() + _LATE_BATCH_SECONDS
         while self._missing_batches() and time.monotonic() < deadline:
-            try:
+            with contextlib.suppress(queue.Empty):
                 self._take(*self._inbox.get(timeout=_TICK_SECONDS))
-            except queue.Empty:
-                continue
 
     def _missing_batches(self) -> bool:
         return any(

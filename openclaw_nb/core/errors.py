@@ -74,7 +74,7 @@ class WorkerDiedError(WorkerError):
     """A worker's process ended."""
 
 
-class CellInterrupted(OpenClawError, KeyboardInterrupt):
+class CellInterrupted(WorkerError, KeyboardInterrupt):
     """The cell was stopped by the person who ran it."""
 
 

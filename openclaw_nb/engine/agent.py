@@ -87,8 +87,7 @@ class Agent:
                     return self.handle_at_once(command)
         except KeyboardInterrupt as error:
             return failure(error, [], consequence=bool(self._released), interrupted=True)
-        except Exception as error:
-            # The reply carries it to the notebook, whatever it is; the worker itself goes on.
+        except Exception as error:  # noqa: BLE001 - the reply carries it to the notebook; the worker goes on
             return failure(error, traceback.format_exception(error))
 
     def _form_group(self, command: FormGroup) -> Done:
@@ -124,6 +123,11 @@ class Agent:
         self._shell.push(names, interactive=False)
 
     def _complete(self, command: Complete) -> dict[str, Any]:
+        if not command.code.strip():
+            hidden = self._shell.user_ns_hidden
+            names = [n for n in self._shell.user_ns if not n.startswith("_") and n not in hidden]
+            return {"text": "", "matches": sorted(names)}
+        self._shell.Completer.use_jedi = False  # it reads torch's sources first, and IPython leaves its names out here
         text, matches = self._shell.complete(None, line=command.code, cursor_pos=command.cursor)
         return {"text": text, "matches": matches[:200]}
 

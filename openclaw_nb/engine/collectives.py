@@ -249,8 +249,7 @@ class ReleasableGroup(dist.ProcessGroup):  # type: ignore[misc]
     def _issue(self, work: PendingWork, method: str, args: tuple[Any, ...]) -> None:
         try:
             inner = getattr(self.inner, method)(*args)
-        except Exception as error:
-            # The backend refused the call (a broken pair, a bad tensor): that is the work's outcome.
+        except Exception as error:  # noqa: BLE001 - the backend's refusal is the work's outcome, raised by `wait`
             work.finish(error)
         else:
             self._follow(work, inner)
@@ -269,8 +268,7 @@ class ReleasableGroup(dist.ProcessGroup):  # type: ignore[misc]
             self._in_backend -= 1
         try:
             future.value()
-        except Exception as error:
-            # Whatever the backend raised is the outcome of this work: it is raised again where it is waited for.
+        except Exception as error:  # noqa: BLE001 - whatever the backend raised is the work's outcome
             work.finish(error)
         else:
             work.finish(None)
@@ -311,7 +309,7 @@ class ReleasableGroup(dist.ProcessGroup):  # type: ignore[misc]
 
     # ----------------------------------------------------------- what torch.distributed calls on a group
 
-    def getBackendName(self) -> str:  # noqa: N802 - torch's name
+    def getBackendName(self) -> str:
         """Return a name of our own: torch looks for its backends' C++ classes behind theirs."""
         return "openclaw"
 

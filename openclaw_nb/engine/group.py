@@ -180,8 +180,7 @@ class GroupService:
         def run() -> None:
             try:
                 box.append(build())
-            except Exception as error:
-                # Raised again below, in the thread that waits.
+            except Exception as error:  # noqa: BLE001 - raised again below, in the thread that waits
                 errors.append(error)
             done.set()
 

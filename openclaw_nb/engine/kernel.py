@@ -10,7 +10,7 @@ This file and `process` are the worker side's only doors to ipyparallel.
 from __future__ import annotations
 
 import threading
-from typing import Any
+from typing import Any, ClassVar
 
 from ipyparallel.engine.kernel import IPythonParallelKernel
 
@@ -35,7 +35,7 @@ class _NoSubshells:
 class WorkerKernel(IPythonParallelKernel):  # type: ignore[misc]
     """Kernel of one worker."""
 
-    control_msg_types = [*IPythonParallelKernel.control_msg_types, "openclaw_request"]
+    control_msg_types: ClassVar[list[str]] = [*IPythonParallelKernel.control_msg_types, "openclaw_request"]
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)

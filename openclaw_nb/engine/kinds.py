@@ -67,8 +67,10 @@ class KindCache:
         kind = self._known.get(signature)
         if kind is None or not signature:
             kind = self._known[signature] = self._recorder.classify(value, num_rows)
-        elif kind.name != "unknown" and (ignored := self._recorder.num_ignored(value)) is not None and ignored:
-            return self._recorder.classify(value, num_rows)
+        elif kind.name != "unknown":
+            ignored = self._recorder.num_ignored(value)
+            if ignored is not None and ignored:
+                return self._recorder.classify(value, num_rows)
         return kind
 
 
@@ -104,8 +106,8 @@ def check(total: Tensor, vote: Vote, num_ranks: int, shares: list[int]) -> None:
     if mean and total_sum:
         reason = "it is a mean over the samples on some ranks and a sum on others"
     raise RefusedError(
-        f"This loss cannot be split over the ranks: {reason}. No parameter was changed. Use --split model: every "
-        "rank then computes the loss of the whole batch. If you know it to be a per-sample mean or sum, say "
+        f"This loss cannot be split over the ranks: {reason}. No parameter was changed. Use --split model: "
+        "every rank then computes the loss of the whole batch. If you know it to be a per-sample mean or sum, say "
         "--reduction mean or --reduction sum."
     )
 
@@ -116,8 +118,8 @@ def _check_constants(total: Tensor, num_ranks: int, shares: list[int]) -> None:
     if len(given) < 2 or find_disagreement([r for r, _ in given], [s for _, s in given]) is None:
         return
     raise RefusedError(
-        "This loss cannot be split over the ranks: a number in it differs between the ranks and does not follow "
-        "their shares of the batch (a count of masked samples, for example). No parameter was changed. Use "
+        "This loss cannot be split over the ranks: a number in it differs between the ranks and does not "
+        "follow their shares of the batch (a count of masked samples, for example). No parameter was changed. Use "
         "--split model: every rank then computes the loss of the whole batch."
     )
 

@@ -171,15 +171,15 @@ class LoaderSplitter:
     def _check(self, loader: DataLoader[Any]) -> None:
         if isinstance(loader.dataset, IterableDataset) or loader.batch_sampler is None:
             raise RefusedError(
-                "A loader without a batch sampler (an IterableDataset, or batch_size=None) cannot be sliced by "
-                f"sample: {_WHOLE_BATCH}."
+                "A loader without a batch sampler (an IterableDataset, or batch_size=None) cannot be sliced "
+                f"by sample: {_WHOLE_BATCH}."
             )
         if not getattr(loader, "in_order", True):
             raise RefusedError("A loader with in_order=False cannot be sliced: set in_order=True.")
         if loader.batch_size is not None and loader.batch_size < self._ranks.size:
             raise RefusedError(
-                f"batch_size={loader.batch_size} is smaller than the {self._ranks.size} workers that share each "
-                f"batch. Use a batch of at least {self._ranks.size}, or fewer workers (--targets)."
+                f"batch_size={loader.batch_size} is smaller than the {self._ranks.size} workers that share "
+                f"each batch. Use a batch of at least {self._ranks.size}, or fewer workers (--targets)."
             )
 
 

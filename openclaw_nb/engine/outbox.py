@@ -94,12 +94,12 @@ class Outbox:
 
     def write(self, name: str, text: str) -> int:
         """Take text of ``stdout`` or ``stderr``."""
-        if os.getpid() != self._owner:  # a forked child, such as a data-loader worker: its parent reads the pipe
+        if os.getpid() != self._owner:  # a forked child, such as a loader's worker: its parent reads the pipe
             os.write(1 if name == "stdout" else 2, text.encode(errors="replace"))
             return len(text)
         with self._lock:
             if not self._run_id:
-                # The engine's own log, or a thread that outlived its cell: nothing of it may land in a later one.
+                # The engine's own log, or a thread that outlived its cell: it must not land in a later one.
                 self._log(text)
                 return len(text)
             flood = self._floods.setdefault(name, _Flood())

@@ -22,8 +22,7 @@ class Preload:
         try:
             importlib.import_module("torch")
             importlib.import_module("openclaw_nb.engine.group")
-        except BaseException as error:
-            # Kept for whoever waits for torch, who gets it raised.
+        except BaseException as error:  # noqa: BLE001 - raised again by `wait`, in whoever waits for torch
             self._error = error
             return
         finally:

@@ -106,7 +106,7 @@ class GradientReducer:
         bucket.ready.add(place)
 
     def _launch_in_order(self) -> None:
-        """Start full buckets; the last one waits for `finish`, and every rank starts them in the same order."""
+        """Start full buckets, in the same order on every rank; the last one waits for `finish`."""
         while self._launched < len(self._buckets) - 1:
             bucket = self._buckets[self._launched]
             if len(bucket.ready) < len(bucket.parameters):

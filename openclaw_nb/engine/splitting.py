@@ -28,7 +28,7 @@ class _Join(torch.autograd.Function):
         return splitter.gather(rows)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         low, high = ctx.bounds
         own = gradient[low:high] * ctx.weight()
         if own.shape[0] < ctx.num_rows:  # the dummy row of a rank without a share
@@ -59,9 +59,17 @@ class BatchSplitter:
             When no tensor is among the arguments.
         """
         sizes: list[int] = []
-        map_tensors(lambda t: (sizes.append(t.shape[0]) if t.dim() else None, t)[1], (args, kwargs))
+
+        def note(tensor: Tensor) -> Tensor:
+            if tensor.dim():
+                sizes.append(tensor.shape[0])
+            return tensor
+
+        map_tensors(note, (args, kwargs))
         if not sizes:
-            raise RefusedError("--split model needs a tensor with the batch in dim 0 among the model's arguments.")
+            raise RefusedError(
+                "--split model needs a tensor with the batch in dim 0 among the model's arguments."
+            )
         self.num_global = sizes[0]
         low, high = share_bounds(self.num_global, self._ranks.size)[self._ranks.rank]
         self.num_real = high - low

@@ -5,12 +5,12 @@
     loss.backward() ──> agree what the loss is ──> backward, gradients averaged ──> loss holds the global value
     clip, optimizer.step(), scheduler.step() see the same gradients on every rank as on a single device
 
-The gradient of a mean over N samples is the sum over ranks of (n_r / N) times the gradient of rank r's mean;
-of a sum, the plain sum. The weight goes in at the model's output, so that a term of the loss which does not
+The gradient of a mean over N samples is the sum over ranks of (n_r / N) times the gradient of rank r's
+mean; of a sum, the plain sum. The weight goes in at the model's output, so that a term of the loss which does not
 pass through the model (a penalty on the weights) counts once.
 
 With ``sync_frequency`` K, gradients of K batches are kept aside and only the K-th has a gradient to step with:
-between boundaries every parameter's gradient is None, for which clip, scaler and every optimizer do nothing.
+between boundaries every parameter's gradient is None, for which clip, scaler and optimizers do nothing.
 
 Knows models, optimizers, slices and losses; does not know cells, messages or how the ranks communicate.
 """
@@ -60,7 +60,7 @@ class _Weigh(torch.autograd.Function):
         return tensor.view_as(tensor)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         weight = ctx.engine.weight_now()
         return (gradient if weight == 1.0 else gradient * weight), None
 
@@ -93,6 +93,7 @@ class StepEngine:
         self._slice: Slice | None = None
         self._calls = 0
         self._depth = 0
+        self._whole = False
         self._weight: float | None = None
         self._window = _Window(options.sync_frequency)
         self._handles: list[Any] = []
@@ -157,7 +158,7 @@ class StepEngine:
         if self._depth == 1 and self._ranks.size > 1:
             self._stream.enter()
         args, kwargs = untrack_tree(args), untrack_tree(kwargs)
-        if self._splitter is not None and self._is_live(module):
+        if self._splitter is not None and torch.is_grad_enabled():
             return self._splitter.split(args, kwargs)
         return args, kwargs
 
@@ -165,16 +166,16 @@ class StepEngine:
         self._depth -= 1
         if self._depth == 0:
             self._stream.leave()
-        if output is None or not self._is_live(module):
+        if output is None or not torch.is_grad_enabled():
             return output
         self._calls += 1
         if self._splitter is not None:
             return self._splitter.join(output, self.weight_now)
-        self._check_rows(output)
+        # Loaders are not sliced for a model in evaluation mode: each rank has the whole batch then.
+        self._whole = self._slice is None and not module.training
+        if not self._whole:
+            self._check_rows(output)
         return map_tensors(self._follow, output)
-
-    def _is_live(self, module: nn.Module) -> bool:
-        return torch.is_grad_enabled() and module.training
 
     def _follow(self, tensor: Tensor) -> Tensor:
         if not (tensor.requires_grad and tensor.is_floating_point()):
@@ -194,9 +195,9 @@ class StepEngine:
         first = next(iter(_tensors(output)), None)
         if first is not None and first.dim() and first.shape[0] % self._slice.num_rows:
             raise RefusedError(
-                f"The model returned {first.shape[0]} rows, which are not the {self._slice.num_rows} samples of this "
-                "rank's part of the batch. Samples must be in dim 0, and the model must be called on the loader's "
-                "batch; else use --split model, under which the model call itself is split."
+                f"The model returned {first.shape[0]} rows, which are not the {self._slice.num_rows} samples of "
+                "this rank's part of the batch. Samples must be in dim 0, and the model must be called on the "
+                "loader's batch; else use --split model, under which the model call itself is split."
             )
 
     # -------------------------------------------------------------------------------- the backward
@@ -211,8 +212,8 @@ class StepEngine:
         """
         if self._weight is None:
             raise RefusedError(
-                "Gradients are being computed past loss.backward() (torch.autograd.backward taken by name before "
-                "the cell?). Call loss.backward()."
+                "Gradients are being computed past loss.backward() (torch.autograd.backward taken by name "
+                "before the cell?). Call loss.backward()."
             )
         return self._weight
 
@@ -255,9 +256,9 @@ class StepEngine:
         if self._reducer.strayed and self._ranks.size > 1:
             self._reducer.drop_gradients()
             raise RefusedError(
-                "backward() reached the model's parameters, but the model was not called as a whole since the last "
-                "backward(): a part of it was called by itself, or the same graph was run back twice. Call the model "
-                "itself and run one backward() a call."
+                "backward() reached the model's parameters, but the model was not called as a whole since the "
+                "last backward(): a part of it was called by itself, or the same graph was run back twice. Call "
+                "the model itself and run one backward() a call."
             )
 
     def _conclude(self, root: Tensor, vote: Vote, boundary: bool) -> None:
@@ -284,18 +285,26 @@ class StepEngine:
                 "It cannot be run in parallel; run this cell without --strategy on one worker (--targets 0)."
             )
         if inputs is not None:
-            raise RefusedError("backward(inputs=...) is not supported under a strategy: call loss.backward().")
+            raise RefusedError(
+                "backward(inputs=...) is not supported under a strategy: call loss.backward()."
+            )
         roots = [tensors] if isinstance(tensors, Tensor) else list(tensors)
         if len(roots) != 1:
-            raise RefusedError("backward() of several tensors at once is not supported: add the losses up first.")
+            raise RefusedError(
+                "backward() of several tensors at once is not supported: add the losses up first."
+            )
         root = roots[0]
         if root.numel() != 1:
-            raise RefusedError("backward() of a loss with several elements is not supported: reduce it first.")
+            raise RefusedError(
+                "backward() of a loss with several elements is not supported: reduce it first."
+            )
         return root
 
     def _vote(self, root: Tensor) -> Vote:
-        if self._ranks.size == 1 and self._options.sync_frequency == 1 or self._splitter is not None:
-            return Vote(LossKind.MEAN if self._splitter is None else LossKind.SUM, [], [])
+        if self._whole or self._splitter is not None:
+            return Vote(LossKind.MEAN, [], [])
+        if self._ranks.size == 1 and self._options.sync_frequency == 1:
+            return Vote(LossKind.MEAN, [], [])
         part = self._slice
         assert part is not None
         return self._kinds.vote(root, part.num_rows, counts=part.num_local > 0)
@@ -304,7 +313,7 @@ class StepEngine:
         size = self._ranks.size
         if self._splitter is not None:
             return float(size)
-        if size == 1:
+        if size == 1 or self._whole:
             return 1.0
         if kind.name == "sum":
             return float(size)

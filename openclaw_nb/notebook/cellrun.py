@@ -13,7 +13,7 @@ import contextlib
 import signal
 import threading
 import time
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import FrameType
 
@@ -46,7 +46,7 @@ def run_cell(
     *,
     tell: Callable[[str], None],
     listener: Callable[[Measured], None] | None = None,
-    notebook_names: Container[str] = (),
+    notebook: Mapping[str, object] | None = None,
 ) -> RunResult:
     """Run a cell on the workers and show what it shows.
 
@@ -62,7 +62,7 @@ def run_cell(
         Shows a line to the person, beside the output.
     listener : callable, optional
         Called with each measurement of a strategy cell.
-    notebook_names : container of str
+    notebook : mapping, optional
         Variables of the notebook, for advice.
 
     Raises
@@ -83,7 +83,7 @@ def run_cell(
     for note in [*result.notes, *(master.take_notes() if master.running else [])]:
         tell(note)
     if not result.ok:
-        raise cell_error(result, places, notebook_names)
+        raise cell_error(result, places, notebook)
     return result
 
 

@@ -2,7 +2,7 @@
 
     line up to the cursor ──> which argument is it? ──> names of that kind that fit
 
-`complete_line` is pure: the names come from a `Names`. `Matcher` is what IPython calls.
+`complete_line` is pure: the names come from a `Names`. What `matcher` returns is called by IPython.
 """
 
 from __future__ import annotations
@@ -10,13 +10,15 @@ from __future__ import annotations
 import builtins
 import keyword
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from openclaw_nb.core.errors import OpenClawError
 from openclaw_nb.notebook.options import CELL, VERBS, Argument, Command
 from openclaw_nb.strategies.names import ALIASES, STRATEGIES
+
+MATCHER = "openclaw_nb"
 
 _LINE_MAGIC = re.compile(r"^\s*(?:[\w\s,.\[\]'\"]+=\s*)?%openclaw[ \t]+(.*)$")
 _CELL_MAGIC = re.compile(r"^\s*%%?openclaw_parallel[ \t]+(.*)$")
@@ -129,6 +131,8 @@ class LiveNames:
         match kind:
             case "strategy":
                 return [*STRATEGIES, *ALIASES]
+            case "count":
+                return map(str, range(1, len(_session().known_devices) + 1))
             case "device":
                 return [device.id for device in _session().known_devices] + ["auto"]
             case "rank":
@@ -183,36 +187,22 @@ def _session() -> Any:
     return current_session()
 
 
-class Matcher:
-    """Completes magics, and the workers' variables in cells that run there.
+def matcher(names: LiveNames) -> Callable[[Any], dict[str, Any]]:
+    """Return what IPython calls: it completes magics, and the workers' variables in cells that run there."""
 
-    Parameters
-    ----------
-    names : LiveNames
-        Where names come from.
-    """
-
-    # What IPython reads of a matcher.
-    matcher_api_version = 2
-    matcher_priority = 0.0
-    matcher_identifier = "openclaw_nb"
-
-    def __init__(self, names: LiveNames) -> None:
-        self._names = names
-
-    def __call__(self, context: Any) -> dict[str, Any]:
-        """Return completions for IPython's context."""
-        code = line_in_worker_cell(context.full_text, context.cursor_line)
-        if code is not None:
-            fragment, matches = self._names.on_worker(
-                code[: context.cursor_position], context.cursor_position
-            )
-            return _result(fragment, matches, suppress=False)
+    def complete(context: Any) -> dict[str, Any]:
         line = context.full_text.split("\n")[context.cursor_line][: context.cursor_position]
-        found = complete_line(line, self._names)
+        if line_in_worker_cell(context.full_text, context.cursor_line) is not None:
+            fragment, matches = names.on_worker(line, len(line))
+            return _result(fragment, matches, suppress=False)
+        found = complete_line(line, names)
         if found is None:
-            return {"completions": [], "suppress": False}
+            return _result("", [], suppress=False)
         return _result(found.fragment, found.matches, suppress=True)
+
+    # How IPython recognises a matcher of its newer interface.
+    vars(complete).update(matcher_api_version=2, matcher_identifier=MATCHER)
+    return complete
 
 
 def _result(fragment: str, matches: Sequence[str], *, suppress: bool) -> dict[str, Any]:

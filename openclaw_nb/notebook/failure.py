@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from types import ModuleType
 from typing import TypeVar
 
 from openclaw_nb.cluster.run import RunResult
@@ -66,7 +67,7 @@ def drawn(error: ErrorT, lines: Sequence[str] | None = None) -> ErrorT:
 
 
 def cell_error(
-    result: RunResult, places: Mapping[int, Place], notebook_names: Container[str] = ()
+    result: RunResult, places: Mapping[int, Place], notebook: Mapping[str, object] | None = None
 ) -> OpenClawError:
     """Build the error of a run that did not end well.
 
@@ -76,13 +77,13 @@ def cell_error(
         How the run ended; not ``ok``.
     places : mapping of int to Place
         Where each rank of the group is.
-    notebook_names : container of str
+    notebook : mapping, optional
         Variables of the notebook, for the advice to push one.
     """
     if result.interrupted:
         return _interrupted(result)
     if result.first is not None:
-        return _raised(result, result.first, places, notebook_names)
+        return _raised(result, result.first, places, notebook or {})
     if result.died:
         return _summed_up(WorkerDiedError, _deaths(result, places), result)
     if result.cause:
@@ -94,7 +95,7 @@ def cell_error(
 
 
 def _raised(
-    result: RunResult, first: int, places: Mapping[int, Place], notebook_names: Container[str]
+    result: RunResult, first: int, places: Mapping[int, Place], notebook: Mapping[str, object]
 ) -> OpenClawError:
     failed = result.failures[first]
     kind = getattr(errors, failed.error_type, None)
@@ -103,11 +104,11 @@ def _raised(
     ranks = [rank for rank, other in result.failures.items() if _same(other, failed)]
     header = f"{_who(ranks, places)} raised"
     around = _also_raised(result, ranks) + _around(result, ranks, places)
-    if hint := _push_hint(failed, notebook_names):
+    if hint := _push_hint(failed, notebook):
         around.append(hint)
     line = cell_line(failed.traceback)
     at = f" (line {line})" if line else ""
-    error = CellError("; ".join([f"{header} {failed.error_type}: {failed.message}{at}", *around]))
+    error = CellError("\n".join([f"{header} {failed.error_type}: {failed.message}{at}", *around]))
     error.ranks = (first, *(rank for rank in ranks if rank != first))
     error.error_type, error.line = failed.error_type, line
     error.remote_traceback = tuple(failed.traceback)
@@ -151,10 +152,12 @@ def _also_raised(result: RunResult, ranks: Sequence[int]) -> list[str]:
     ]
 
 
-def _push_hint(failed: Failed, notebook_names: Container[str]) -> str:
+def _push_hint(failed: Failed, notebook: Mapping[str, object]) -> str:
     found = _UNDEFINED.search(failed.message) if failed.error_type == "NameError" else None
-    if found is None or found[1] not in notebook_names:
+    if found is None or found[1] not in notebook:
         return ""
+    if isinstance(notebook[found[1]], ModuleType):
+        return f"`{found[1]}` is imported in the notebook: import it in a cell that runs on the workers, too."
     return f"`{found[1]}` exists in the notebook: %openclaw push {found[1]}"
 
 

@@ -17,7 +17,7 @@ from IPython.core.magic import Magics, line_cell_magic, line_magic, magics_class
 
 from openclaw_nb.core.errors import OpenClawError, UsageError
 from openclaw_nb.notebook import options
-from openclaw_nb.notebook.complete import LiveNames, Matcher
+from openclaw_nb.notebook.complete import MATCHER, LiveNames, matcher
 from openclaw_nb.notebook.tables import Message
 
 
@@ -71,7 +71,7 @@ class OpenClawMagics(Magics):
             targets=targets,
             strategy=given.strategy,
         )
-        cellrun.run_cell(master, request, self._sink(), tell=_tell, notebook_names=self.shell.user_ns)
+        cellrun.run_cell(master, request, self._sink(), tell=_tell, notebook=self.shell.user_ns)
 
     @property
     def _in_notebook(self) -> bool:
@@ -116,7 +116,7 @@ def load(shell: Any) -> None:
     shell.register_magics(OpenClawMagics)
     matchers = shell.Completer.custom_matchers
     matchers[:] = [m for m in matchers if not _is_ours(m)]
-    matchers.append(Matcher(LiveNames(shell)))
+    matchers.append(matcher(LiveNames(shell)))
     for kind, draw in (("text/html", _cluster_html), ("text/plain", _cluster_text)):
         formatter = shell.display_formatter.formatters[kind]
         formatter.for_type_by_name("openclaw_nb.session", "OpenClawCluster", draw)
@@ -131,8 +131,8 @@ def unload(shell: Any) -> None:
     matchers[:] = [m for m in matchers if not _is_ours(m)]
 
 
-def _is_ours(matcher: Any) -> bool:
-    return bool(getattr(matcher, "matcher_identifier", "") == Matcher.matcher_identifier)
+def _is_ours(candidate: Any) -> bool:
+    return bool(getattr(candidate, "matcher_identifier", "") == MATCHER)
 
 
 def _cluster_html(cluster: Any) -> str | None:

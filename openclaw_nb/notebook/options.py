@@ -154,7 +154,8 @@ VERBS: dict[str, Command] = {
                 Argument(
                     ("-n", "--workers"),
                     "how many workers; by default one a GPU, or as many as cores and memory allow",
-                    settings={"type": _count, "metavar": "N"},
+                    "count",
+                    {"type": _count, "metavar": "N"},
                 ),
                 Argument(
                     ("--devices",), "ids such as GPU-0,GPU-1 or CPU-0, or auto", "device", {"metavar": "IDS"}

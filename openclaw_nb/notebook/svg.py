@@ -30,6 +30,7 @@ STYLE = """
 
 _WIDTH, _HEIGHT = 420, 150
 _LEFT, _RIGHT, _TOP, _BOTTOM = 60, 10, 8, 32
+_TINY, _HUGE = 1e-300, 1e300  # beyond these, differences are no longer numbers
 _DASHES = ("", "6 3", "2 3", "8 3 2 3")
 
 Point = tuple[float, float]
@@ -108,7 +109,7 @@ def _rank(value: float) -> float:
 
 
 def _finite(point: Point) -> bool:
-    return math.isfinite(point[0]) and math.isfinite(point[1])
+    return abs(point[0]) < _HUGE and abs(point[1]) < _HUGE  # also false for NaN
 
 
 # --------------------------------------------------------------------------------------------- axes
@@ -143,7 +144,7 @@ def _widened(low: float, high: float) -> tuple[float, float]:
     """Give a stretch without length one, so that a single value can be drawn."""
     if high > low:
         return low, high
-    return (low, low + 1.0) if low == 0 else (low - abs(low) / 10, low + abs(low) / 10)
+    return (low, low + 1.0) if abs(low) < _TINY else (low - abs(low) / 10, low + abs(low) / 10)
 
 
 def ticks(low: float, high: float, count: int = 4) -> list[float]:
@@ -165,12 +166,12 @@ def number_text(value: float) -> str:
 def _axes(frame: _Frame, labels: Labels) -> str:
     parts = []
     for y in ticks(frame.low, frame.high):
-        if frame.low <= y <= frame.high * (1 + 1e-9) + 1e-12:
+        if _inside(y, frame.low, frame.high):
             parts.append(_mark(_LEFT - 6, frame.height(y) + 4, "end", number_text(y)))
             parts.append(_rule(frame.height(y), 0.18))
     baseline = _HEIGHT - _BOTTOM
     for x in ticks(frame.left, frame.right):
-        if frame.left <= x <= frame.right:
+        if _inside(x, frame.left, frame.right):
             at = float(frame.place((x, frame.low)).partition(",")[0])
             parts.append(_mark(at, baseline + 14, "middle", number_text(x)))
     parts.append(_rule(baseline, 0.6))
@@ -179,6 +180,11 @@ def _axes(frame: _Frame, labels: Labels) -> str:
     turned = f'transform="translate(10 {middle:.0f}) rotate(-90)" text-anchor="middle"'
     parts.append(f"<text {turned}>{html.escape(labels.y)}</text>")
     return "".join(parts)
+
+
+def _inside(value: float, low: float, high: float) -> bool:
+    slack = (high - low) * 1e-9
+    return low - slack <= value <= high + slack
 
 
 def _mark(x: float, y: float, anchor: str, text: str) -> str:

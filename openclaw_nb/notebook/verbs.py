@@ -118,8 +118,10 @@ def _interrupt(context: Context, options: argparse.Namespace) -> Message:
 
 def _reset(context: Context, options: argparse.Namespace) -> Message:
     with context.bar("Forming a fresh group") as bar:
-        epoch = context.session.master.reset(options.replace, lambda what: bar(0, 1, what))
-    return Message(f"A fresh process group stands (number {epoch}); variables kept.")
+        master = context.session.master
+        epoch = master.reset(options.replace, lambda what: bar(0, 1, what))
+    notes = master.take_notes() or ["The workers' variables are kept."]
+    return Message("\n".join([f"A fresh process group stands (number {epoch}).", *notes]))
 
 
 HANDLERS: dict[str, Callable[[Context, argparse.Namespace], Any]] = {

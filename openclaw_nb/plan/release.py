@@ -33,8 +33,8 @@ class Phase(Enum):
 class RankView:
     """What is known of one rank.
 
-    ``call`` is the collective that it waits in ("" when it computes), ``group`` and ``number`` tell which one,
-    ``waiting_seconds`` for how long; ``line`` and ``code`` are the cell's line it is at.
+    ``call`` is the collective that it waits in ("" when it computes), ``group`` and ``number`` tell which
+    one, ``waiting_seconds`` for how long; ``line`` and ``code`` are the cell's line it is at.
     """
 
     phase: Phase = Phase.RUNNING
@@ -137,7 +137,10 @@ def _mismatch(running: Mapping[int, RankView]) -> str:
 
 def waiting_table(ranks: Mapping[int, RankView]) -> list[tuple[int, str, str]]:
     """Return rows (rank, what it does and for how long, the cell's line) of who waits where."""
-    return [(rank, _doing(view), f"line {view.line}: {view.code}" if view.line else "") for rank, view in ranks.items()]
+    return [
+        (rank, _doing(view), f"line {view.line}: {view.code}" if view.line else "")
+        for rank, view in ranks.items()
+    ]
 
 
 def _doing(view: RankView) -> str:

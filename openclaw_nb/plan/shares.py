@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 
 def share_bounds(num_samples: int, num_ranks: int) -> list[tuple[int, int]]:
     """Return the half-open range of samples of each rank.
@@ -15,4 +17,4 @@ def share_bounds(num_samples: int, num_ranks: int) -> list[tuple[int, int]]:
     """
     size, extra = divmod(num_samples, num_ranks)
     starts = [rank * size + min(rank, extra) for rank in range(num_ranks + 1)]
-    return list(zip(starts[:-1], starts[1:], strict=True))
+    return list(pairwise(starts))

@@ -1,0 +1,1 @@
+"""The wire between the notebook side and the workers."""

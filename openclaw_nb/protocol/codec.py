@@ -44,11 +44,16 @@ def decode(data: Mapping[str, Any]) -> Any:
     cls = _CLASSES.get(str(kind))
     if cls is None:
         raise ValueError(f"Unknown message kind {kind!r}: the other side speaks another protocol version.")
-    fields = {k: decode(v) if isinstance(v, Mapping) and v.get("kind") in _CLASSES else v for k, v in body.items()}
+    fields = {
+        key: decode(value) if isinstance(value, Mapping) and value.get("kind") in _CLASSES else value
+        for key, value in body.items()
+    }
     try:
         return cls(**fields)
     except TypeError as error:
-        raise ValueError(f"Message {kind} does not fit protocol version {messages.PROTOCOL_VERSION}: {error}") from None
+        raise ValueError(
+            f"Message {kind} does not fit protocol version {messages.PROTOCOL_VERSION}: {error}"
+        ) from None
 
 
 def write_variables(path: str, variables: Mapping[str, Any]) -> int:

@@ -1,0 +1,1 @@
+"""The strategies as the notebook side knows them: names, no torch."""

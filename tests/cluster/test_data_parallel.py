@@ -254,6 +254,16 @@ WAYS = {
                 optimizer.step()
                 losses.append(loss.item())
     """,
+    "training in evaluation mode": """
+        model.eval()
+        for epoch in range(2):
+            for x, y in loader:
+                optimizer.zero_grad()
+                loss = loss_fn(model(x), y)
+                loss.backward()
+                optimizer.step()
+                losses.append(loss.item())
+    """,
     "frozen and thawed": """
         for epoch in range(2):
             for p in model[0].parameters():

@@ -1,0 +1,1 @@
+"""The strategies, made real on torch."""

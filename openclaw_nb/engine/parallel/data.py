@@ -66,7 +66,9 @@ class DataParallel(Strategy):
         if frequency < 1:
             raise RefusedError(f"--sync-frequency {frequency}: it is a number of batches, at least 1.")
         if frequency > 1 and spec.split == "model":
-            raise RefusedError("--sync-frequency counts a loader's batches: it cannot be used with --split model.")
+            raise RefusedError(
+                "--sync-frequency counts a loader's batches: it cannot be used with --split model."
+            )
         return StepOptions(split=spec.split, reduction=spec.reduction, sync_frequency=frequency)
 
     def _synchronise_batchnorms(self, models: dict, engine: StepEngine) -> None:  # type: ignore[type-arg]
@@ -75,8 +77,8 @@ class DataParallel(Strategy):
             return
         if not self.context.spec.sync_batchnorm:
             self.context.notes.append(
-                f"{count} BatchNorm layers use each rank's own statistics (--no-sync-batchnorm): the result differs "
-                "from single-device training"
+                f"{count} BatchNorm layers use each rank's own statistics (--no-sync-batchnorm): the result "
+                "differs from single-device training"
             )
             return
         for model in models.values():
