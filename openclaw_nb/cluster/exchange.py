@@ -12,8 +12,8 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import TimeoutError as FutureTimeout
 from typing import Any
 
-from openclaw_nb.core.errors import ClusterError, UnknownNameError, UsageError
 from openclaw_nb.cluster.run import Channel
+from openclaw_nb.core.errors import ClusterError, UnknownNameError, UsageError
 from openclaw_nb.protocol import codec
 from openclaw_nb.protocol.messages import (
     Command,
@@ -89,7 +89,9 @@ class Exchange:
         finally:
             _remove(path)
 
-    def describe(self, ranks: Mapping[int, int], names: Sequence[str]) -> dict[str, dict[int, dict[str, Any]]]:
+    def describe(
+        self, ranks: Mapping[int, int], names: Sequence[str]
+    ) -> dict[str, dict[int, dict[str, Any]]]:
         """Return type, digest and size of each variable by rank."""
         sent = {r: self._channel.request(w, DescribeVariables(names=list(names))) for r, w in ranks.items()}
         replies = {rank: _value(future.result()) for rank, future in sent.items()}
@@ -98,7 +100,9 @@ class Exchange:
     def complete(self, worker: int, code: str, cursor: int) -> dict[str, Any]:
         """Complete code against a worker's variables; empty when the worker is busy."""
         try:
-            reply = self._channel.request(worker, Complete(code=code, cursor=cursor)).result(_COMPLETE_SECONDS)
+            reply = self._channel.request(worker, Complete(code=code, cursor=cursor)).result(
+                _COMPLETE_SECONDS
+            )
         except FutureTimeout:
             return {"text": "", "matches": []}
         return _value(reply)

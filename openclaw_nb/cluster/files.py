@@ -17,9 +17,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from openclaw_nb.cluster.guardian import MARKER_FILE
 from openclaw_nb.core.errors import AlreadyStartedError, UsageError
 
-NOTE = "openclaw-cluster.json"
 _SHARED_MEMORY = Path("/dev/shm")
 
 
@@ -87,7 +87,7 @@ class ClusterFiles:
             "owner_started": process_start(os.getpid()),
             "started": time.time(),
         }
-        path = Path(self.directory) / NOTE
+        path = Path(self.directory) / MARKER_FILE
         path.touch(mode=0o600)
         path.write_text(json.dumps(note))
 
@@ -107,7 +107,7 @@ class ClusterFiles:
 def read_notes() -> list[dict[str, Any]]:
     """Return the note of each cluster of this user, with ``alive`` telling whether its owner runs."""
     notes = []
-    for path in sorted(runtime_directory().glob(f"*/{NOTE}")):
+    for path in sorted(runtime_directory().glob(f"*/{MARKER_FILE}")):
         try:
             note = json.loads(path.read_text())
         except (OSError, ValueError):  # removed or half-written meanwhile

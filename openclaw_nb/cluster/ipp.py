@@ -206,7 +206,7 @@ class Door:
     def _settle(self, worker: int, answer: Future[Reply], sent: Any) -> None:
         try:
             result = sent.result()
-        except Exception as error:  # noqa: BLE001 - becomes the answer: for the caller, closed and dead are one thing
+        except Exception as error:  # noqa: BLE001 - closed or dead, for the caller both are one thing
             answer.set_exception(WorkerDiedError(f"Worker {worker} is gone: {error}"))
             return
         content = result.get("content", {}) if isinstance(result, dict) else getattr(result, "_content", {})

@@ -14,7 +14,6 @@ import contextlib
 import os
 import threading
 import time
-import uuid
 from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any
@@ -25,11 +24,17 @@ from openclaw_nb.cluster.files import ClusterFiles
 from openclaw_nb.cluster.guardian import Guardian
 from openclaw_nb.cluster.ipp import Door
 from openclaw_nb.cluster.membership import Membership, Progress
-from openclaw_nb.cluster.ownership import end_processes
+from openclaw_nb.cluster.ownership import CLUSTER_VARIABLE, end_processes, new_cluster_id
 from openclaw_nb.cluster.run import CellRun, RunResult
 from openclaw_nb.cluster.status import DeviceStatus, StatusReader
 from openclaw_nb.cluster.worker import Worker
-from openclaw_nb.core.errors import AlreadyStartedError, ClusterError, NotStartedError, UsageError, unknown_name
+from openclaw_nb.core.errors import (
+    AlreadyStartedError,
+    ClusterError,
+    NotStartedError,
+    UsageError,
+    unknown_name,
+)
 from openclaw_nb.protocol.messages import Event, Measured, RunCell, StrategySpec
 
 _STOP_GRACE_SECONDS = 2.0
@@ -59,11 +64,13 @@ class MasterNode:
 
     def __init__(self, host: str = "127.0.0.1", *, name: str | None = None, backend: str = "auto") -> None:
         if not host.startswith("127.") and host != "localhost":
-            raise UsageError(f"host={host!r}: only loopback (127.0.0.1) is supported; workers run on this host.")
+            raise UsageError(
+                f"host={host!r}: only loopback (127.0.0.1) is supported; workers run on this host."
+            )
         if backend not in ("auto", "nccl", "gloo"):
             raise unknown_name("communication", backend, ["auto", "nccl", "gloo"])
         self.host = "127.0.0.1" if host == "localhost" else host
-        self.cluster_id = uuid.uuid4().hex
+        self.cluster_id = new_cluster_id()
         self.name = name or f"cluster-{self.cluster_id[:6]}"
         self._backend = backend
         self._door: Door | None = None
@@ -97,7 +104,7 @@ class MasterNode:
         self._door = Door(
             self._files.directory,
             self.name,
-            {"OPENCLAW_CLUSTER": self.cluster_id},
+            {CLUSTER_VARIABLE: self.cluster_id},
             on_event=self._on_event,
             on_joined=self._on_joined,
             on_died=self._on_died,
@@ -248,7 +255,9 @@ class MasterNode:
         )
         return run
 
-    def _gather_ranks(self, targets: Sequence[int] | None, *, alone: bool) -> tuple[dict[int, int], list[int]]:
+    def _gather_ranks(
+        self, targets: Sequence[int] | None, *, alone: bool
+    ) -> tuple[dict[int, int], list[int]]:
         """Return the ranks that run a cell, and those of the group that do not.
 
         A strategy cell on some of the workers gets a group of their own, with ranks from 0.
@@ -350,7 +359,8 @@ class MasterNode:
         run = self._run
         places = {} if run is None or not run.running else {r: text for r, text, _ in run.who_waits_where()}
         return [
-            self._status.read(worker, places.get(rank, "")) for rank, worker in enumerate(self._members.workers)
+            self._status.read(worker, places.get(rank, ""))
+            for rank, worker in enumerate(self._members.workers)
         ]
 
     # ------------------------------------------------------------------------------------ what arrives

@@ -124,6 +124,8 @@ class Membership:
         if isinstance(reply, Done):
             worker.pid, worker.store_port = reply.value["pid"], reply.value["store_port"]
             worker.seen = time.time()
+            if reply.value["problem"]:
+                raise StartError(f"{worker.id}: {reply.value['problem']}")
 
     # ---------------------------------------------------------------------------------------- the group
 

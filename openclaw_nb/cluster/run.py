@@ -18,7 +18,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
-from openclaw_nb.core.errors import WorkerDiedError
+from openclaw_nb.core.errors import MismatchError, WorkerDiedError
 from openclaw_nb.plan.release import GiveUp, Phase, RankView, ReleaseNow, decide, waiting_table
 from openclaw_nb.protocol.messages import (
     Command,
@@ -240,7 +240,10 @@ class CellRun:
             return
         self._replies[rank] = reply
         if isinstance(reply, Failed):
-            self._set(rank, phase=Phase.RAISED, error=reply.error_type)
+            # What the ranks disagree about is what every rank should say, also those that are released for it.
+            mismatch = reply.error_type == MismatchError.__name__
+            error = f"{reply.error_type}: {reply.message}" if mismatch else reply.error_type
+            self._set(rank, phase=Phase.RAISED, error=error)
         else:
             self._set(rank, phase=Phase.DONE)
 
@@ -285,7 +288,8 @@ class CellRun:
 
     def _missing_batches(self) -> bool:
         return any(
-            reply.value.get("num_batches", 0) > self._num_batches[rank] for rank, reply in self._replies.items()
+            reply.value.get("num_batches", 0) > self._num_batches[rank]
+            for rank, reply in self._replies.items()
         )
 
     def _finish(self) -> None:

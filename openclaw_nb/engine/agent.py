@@ -127,7 +127,7 @@ class Agent:
             hidden = self._shell.user_ns_hidden
             names = [n for n in self._shell.user_ns if not n.startswith("_") and n not in hidden]
             return {"text": "", "matches": sorted(names)}
-        self._shell.Completer.use_jedi = False  # it reads torch's sources first, and IPython leaves its names out here
+        self._shell.Completer.use_jedi = False  # it takes a second, and its names are not returned here
         text, matches = self._shell.complete(None, line=command.code, cursor_pos=command.cursor)
         return {"text": text, "matches": matches[:200]}
 
@@ -213,6 +213,7 @@ class Agent:
             "epoch": self._group.epoch if self._group else 0,
             "intact": self._group.intact if self._group else False,
             "store_port": self._open_store(),
+            "problem": self._preload.problem,
         }
 
     def _open_store(self) -> int:
@@ -282,5 +283,3 @@ def failure(
         at=time.time(),
         value=value or {},
     )
-
-

@@ -67,10 +67,10 @@ class CellRunner:
         finally:
             self._leave_user_code()
             signal.signal(signal.SIGINT, previous)
-        error = result.error_before_exec or result.error_in_exec
-        if isinstance(error, asyncio.CancelledError):
-            error = KeyboardInterrupt()
-        return Outcome(error, self._traceback)
+        raised = result.error_before_exec or result.error_in_exec
+        if isinstance(raised, asyncio.CancelledError):
+            raised = KeyboardInterrupt()
+        return Outcome(raised, self._traceback)
 
     async def _run_cell(self, source: str, transformed: str) -> Any:
         shell = self._shell

@@ -25,6 +25,11 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from openclaw_nb.core.errors import MismatchError, OpenClawError, ReleasedError
+from openclaw_nb.engine.point_to_point import Post
+
+# torch's stubs describe how its base classes are called from outside, not what a subclass overrides.
+_Work: Any = dist.Work
+_ProcessGroup: Any = dist.ProcessGroup
 
 _SIGNATURE_BYTES = 192
 # How gloo says that a peer left: always the consequence of something that happened there.
@@ -41,7 +46,7 @@ class Wait:
     since: float
 
 
-class PendingWork(dist.Work):  # type: ignore[misc]
+class PendingWork(_Work):  # type: ignore[misc]
     """The result of a collective that is under way.
 
     Both ways of waiting end on release: `wait` sleeps on a Python event, and the future is one of ours.
@@ -52,6 +57,7 @@ class PendingWork(dist.Work):  # type: ignore[misc]
     ) -> None:
         super().__init__()
         self.call = call
+        self.source_rank = -1
         self._outputs = outputs
         self._waits = waits
         self._on_finish = on_finish
@@ -60,6 +66,9 @@ class PendingWork(dist.Work):  # type: ignore[misc]
         self._future: torch.futures.Future[Any] | None = None
         self._error: Exception | None = None
         self._lock = threading.Lock()
+
+    def _source_rank(self) -> int:
+        return self.source_rank
 
     def tensors(self) -> list[torch.Tensor]:
         """Return the output tensors, nested lists flattened."""
@@ -169,7 +178,7 @@ def signature(call: str, tensors: list[torch.Tensor], detail: str = "") -> str:
     return f"{call}({', '.join([*kinds, detail] if detail else kinds)})"
 
 
-class ReleasableGroup(dist.ProcessGroup):  # type: ignore[misc]
+class ReleasableGroup(_ProcessGroup):  # type: ignore[misc]
     """A process group that wraps a torch backend.
 
     Parameters
@@ -185,14 +194,14 @@ class ReleasableGroup(dist.ProcessGroup):  # type: ignore[misc]
         group that the step engine uses itself makes the same calls on every rank and does without.
     """
 
-    def __init__(
-        self, inner: Any, rank: int, size: int, name: str, *, witness: Any | None = None
-    ) -> None:
+    def __init__(self, inner: Any, rank: int, size: int, name: str, *, witness: Any | None = None) -> None:
         super().__init__(rank, size)
         self.inner: Any = inner
+        self._cpu = inner if inner.name() == "gloo" else witness
         self.label = name
         self.board = WaitBoard(name)
         self._witness = witness if size > 1 else None
+        self._post = Post(inner) if self._witness is inner else None
         self._in_backend = 0
         self._pending: set[PendingWork] = set()
         self._lock = threading.Lock()
@@ -221,9 +230,14 @@ class ReleasableGroup(dist.ProcessGroup):  # type: ignore[misc]
         """Whether the backend still works on a call, be it released or not."""
         return self._in_backend > 0
 
+    def abort_backend(self) -> None:
+        """Let a backend that can (nccl) end what it does; gloo's sockets are cut instead."""
+        if self.inner is not None and self.inner is not self._cpu:
+            self.inner.abort()
+
     def bury(self) -> None:
-        """Drop the backends; their destructors wait for what they still do, so call this from a spare thread."""
-        self.inner = self._witness = None
+        """Drop the backends, on a spare thread: their destructors wait for what they still do."""
+        self.inner = self._witness = self._post = None
 
     # ---------------------------------------------------------------------------------- one call
 
@@ -231,11 +245,7 @@ class ReleasableGroup(dist.ProcessGroup):  # type: ignore[misc]
         self, method: str, args: tuple[Any, ...], outputs: list[Any], text: str, *, shared: bool = True
     ) -> PendingWork:
         """Issue one backend call; ``shared`` calls are made by all ranks and compared first."""
-        work = PendingWork(text, outputs, self.board, self._forget)
-        with self._lock:
-            if self._released is not None:
-                raise ReleasedError(self._released)
-            self._pending.add(work)
+        work = self._begin(text, outputs)
         if shared and self._witness is not None:
             self._issue_later(lambda: self._agree_and_issue(work, method, args))
         else:
@@ -249,7 +259,7 @@ class ReleasableGroup(dist.ProcessGroup):  # type: ignore[misc]
     def _issue(self, work: PendingWork, method: str, args: tuple[Any, ...]) -> None:
         try:
             inner = getattr(self.inner, method)(*args)
-        except Exception as error:  # noqa: BLE001 - the backend's refusal is the work's outcome, raised by `wait`
+        except Exception as error:  # noqa: BLE001 - a refusal is the work's outcome
             work.finish(error)
         else:
             self._follow(work, inner)
@@ -268,7 +278,7 @@ class ReleasableGroup(dist.ProcessGroup):  # type: ignore[misc]
             self._in_backend -= 1
         try:
             future.value()
-        except Exception as error:  # noqa: BLE001 - whatever the backend raised is the work's outcome
+        except Exception as error:  # noqa: BLE001 - whatever was raised is the work's outcome
             work.finish(error)
         else:
             work.finish(None)
@@ -304,7 +314,8 @@ class ReleasableGroup(dist.ProcessGroup):  # type: ignore[misc]
             calls = "; ".join(f"rank {r} calls {t}" for r, t in enumerate(texts))
             raise MismatchError(
                 f"The ranks disagree about a collective: {calls}. "
-                "Every rank must make the same calls in the same order, on tensors of the same shape and type."
+                "Every rank must make the same calls in the same order, on tensors of the same shape and "
+                "type."
             )
 
     # ----------------------------------------------------------- what torch.distributed calls on a group
@@ -399,42 +410,61 @@ class ReleasableGroup(dist.ProcessGroup):  # type: ignore[misc]
 
     def send(self, tensors: list[torch.Tensor], dst: int, tag: int) -> PendingWork:
         """Send a tensor to one rank."""
-        return self._point_to_point("send", tensors, dst, tag, f"dst={dst}")
+        work = self._begin(signature("send", tensors, f"dst={dst}"), tensors)
+        if self._post is None:
+            self._finish_apart(work, lambda: self.inner.send(tensors, dst, tag).wait())
+        else:
+            parts = self._post.send(tensors, work.call, dst, tag)
+            self._finish_apart(work, lambda: [part.wait() for part in parts[:2]])
+        return work
 
     def recv(self, tensors: list[torch.Tensor], src: int, tag: int) -> PendingWork:
         """Receive a tensor from one rank."""
-        return self._point_to_point("recv", tensors, src, tag, f"src={src}")
+        return self._receive(tensors, src, tag, f"src={src}")
 
     def recv_anysource(self, tensors: list[torch.Tensor], tag: int) -> PendingWork:
         """Receive a tensor from whichever rank sends one."""
-        text = signature("recv", tensors, "any source")
-        work = self._call("recv_anysource", (tensors, tag), tensors, text, shared=False)
+        return self._receive(tensors, None, tag, "any source")
+
+    def _receive(self, tensors: list[torch.Tensor], src: int | None, tag: int, detail: str) -> PendingWork:
+        work = self._begin(signature("recv", tensors, detail), tensors)
+        if self._post is None:
+            self._finish_apart(work, lambda: self.inner.recv(tensors, src, tag).wait())
+            return work
+        post = self._post
+        arriving, letter = post.begin_receive(src, tag)
+
+        def finish() -> None:
+            work.source_rank = post.finish_receive(arriving, letter, tensors, work.call, src)
+
+        self._finish_apart(work, finish)
         return work
 
-    def _point_to_point(
-        self, call: str, tensors: list[torch.Tensor], peer: int, tag: int, detail: str
-    ) -> PendingWork:
-        """Issue a send or receive; the backend gives no future for these, so that a thread waits for them."""
-        work = PendingWork(signature(call, tensors, detail), tensors, self.board, self._forget)
+    def _begin(self, call: str, tensors: list[torch.Tensor]) -> PendingWork:
+        work = PendingWork(call, tensors, self.board, self._forget)
         with self._lock:
             if self._released is not None:
                 raise ReleasedError(self._released)
             self._pending.add(work)
-            self._in_backend += 1
-        inner = getattr(self.inner, call)(tensors, peer, tag)
-        threading.Thread(target=self._finish_when_done, args=(work, inner), daemon=True).start()
         return work
 
-    def _finish_when_done(self, work: PendingWork, inner: Any) -> None:
-        try:
-            inner.wait()
-        except RuntimeError as error:
-            work.finish(error)
-        else:
-            work.finish(None)
-        finally:
-            with self._lock:
-                self._in_backend -= 1
+    def _finish_apart(self, work: PendingWork, wait: Callable[[], Any]) -> None:
+        """Wait on a thread: the backend gives no future for sends and receives."""
+        with self._lock:
+            self._in_backend += 1
+
+        def run() -> None:
+            try:
+                wait()
+            except (OpenClawError, RuntimeError) as error:
+                work.finish(error)
+            else:
+                work.finish(None)
+            finally:
+                with self._lock:
+                    self._in_backend -= 1
+
+        threading.Thread(target=run, name="openclaw-message", daemon=True).start()
 
 
 _OPS = {

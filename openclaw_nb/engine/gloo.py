@@ -15,6 +15,7 @@ import socket
 import threading
 from collections.abc import Iterator
 from datetime import timedelta
+from typing import Any
 
 import torch.distributed as dist
 
@@ -39,7 +40,7 @@ def create(
     store: dist.Store, rank: int, size: int, timeout: timedelta, address: str
 ) -> dist.ProcessGroupGloo:
     """Build a gloo backend on ``address``. Blocks until every rank has come."""
-    options = dist.ProcessGroupGloo._Options()
+    options: Any = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined] # the stubs have another name
     options._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]
     options._threads = NUM_THREADS
     options._timeout = timeout

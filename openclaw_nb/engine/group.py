@@ -146,15 +146,24 @@ class GroupService:
         client = dist.TCPStore(command.store_host, command.store_port, is_master=False, timeout=timeout)
         return dist.PrefixStore(f"epoch-{command.epoch}", client)
 
-    def _create_user_group(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> ReleasableGroup:
+    def _create_user_group(
+        self, store: dist.Store, rank: int, size: int, timeout: timedelta
+    ) -> ReleasableGroup:
         """Build the default group or one of the user's sub-groups; torch calls this."""
         command = self._forming
         if command is None:
             raise GroupError("The worker is in no group. Run %openclaw reset to form one.")
-        return self._create(store, command, "default" if size == command.world_size else "sub-group", rank, size)
+        return self._create(
+            store, command, "default" if size == command.world_size else "sub-group", rank, size
+        )
 
     def _create(
-        self, store: dist.Store, command: FormGroup, name: str, rank: int | None = None, size: int | None = None
+        self,
+        store: dist.Store,
+        command: FormGroup,
+        name: str,
+        rank: int | None = None,
+        size: int | None = None,
     ) -> ReleasableGroup:
         rank = command.rank if rank is None else rank
         size = command.world_size if size is None else size
@@ -164,7 +173,8 @@ class GroupService:
         witness = self._apart(lambda: gloo.create(store, rank, size, _BACKEND_LIMIT, address))
         inner: Any = witness
         if self.backend == "nccl":
-            inner = dist.ProcessGroupNCCL(dist.PrefixStore("nccl", store), rank, size, _BACKEND_LIMIT)
+            place = dist.PrefixStore("nccl", store)
+            inner = dist.ProcessGroupNCCL(place, rank, size, _BACKEND_LIMIT)  # type: ignore[arg-type] # an overload
         group = ReleasableGroup(
             inner, rank, size, f"{name} {self._serial}", witness=None if name == "step engine" else witness
         )
@@ -200,6 +210,8 @@ def _bury(groups: list[ReleasableGroup], scissors: list[gloo.Scissors]) -> None:
 
     Runs on a thread of its own: a backend's destructor waits for its threads.
     """
+    for group in groups:
+        group.abort_backend()
     deadline = time.monotonic() + _BACKEND_LIMIT.total_seconds()
     quiet_since = time.monotonic()
     while time.monotonic() < deadline:

@@ -61,7 +61,13 @@ class WorkerKernel(IPythonParallelKernel):  # type: ignore[misc]
         command = (cell_meta or {}).get(COMMAND_KEY)
         if command is None:
             reply: dict[str, Any] = await super().do_execute(
-                code, silent, store_history, user_expressions, allow_stdin, cell_meta=cell_meta, cell_id=cell_id
+                code,
+                silent,
+                store_history,
+                user_expressions,
+                allow_stdin,
+                cell_meta=cell_meta,
+                cell_id=cell_id,
             )
             return reply
         answer = await self.agent.handle(codec.decode(command))

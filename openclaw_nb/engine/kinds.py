@@ -107,20 +107,22 @@ def check(total: Tensor, vote: Vote, num_ranks: int, shares: list[int]) -> None:
         reason = "it is a mean over the samples on some ranks and a sum on others"
     raise RefusedError(
         f"This loss cannot be split over the ranks: {reason}. No parameter was changed. Use --split model: "
-        "every rank then computes the loss of the whole batch. If you know it to be a per-sample mean or sum, say "
-        "--reduction mean or --reduction sum."
+        "every rank then computes the loss of the whole batch. If you know it to be a per-sample mean or "
+        "sum, say --reduction mean or --reduction sum."
     )
 
 
 def _check_constants(total: Tensor, num_ranks: int, shares: list[int]) -> None:
     rows = total[_HEAD + 2 * MAX_SCALARS :].view(num_ranks, MAX_CONSTANTS + 1).tolist()
-    given = [(row[1 : 1 + int(row[0])], share) for row, share in zip(rows, shares, strict=True) if row[0] >= 0]
+    given = [
+        (row[1 : 1 + int(row[0])], share) for row, share in zip(rows, shares, strict=True) if row[0] >= 0
+    ]
     if len(given) < 2 or find_disagreement([r for r, _ in given], [s for _, s in given]) is None:
         return
     raise RefusedError(
         "This loss cannot be split over the ranks: a number in it differs between the ranks and does not "
-        "follow their shares of the batch (a count of masked samples, for example). No parameter was changed. Use "
-        "--split model: every rank then computes the loss of the whole batch."
+        "follow their shares of the batch (a count of masked samples, for example). No parameter was "
+        "changed. Use --split model: every rank then computes the loss of the whole batch."
     )
 
 

@@ -194,7 +194,7 @@ def _twin(loader: DataLoader[Any], batches: SlicedBatches) -> DataLoader[Any]:
         }
     return DataLoader(
         loader.dataset,
-        batch_sampler=batches,  # type: ignore[arg-type]
+        batch_sampler=batches,
         num_workers=loader.num_workers,
         collate_fn=loader.collate_fn,
         pin_memory=loader.pin_memory,

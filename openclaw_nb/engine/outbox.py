@@ -171,7 +171,7 @@ class Outbox:
                 self._tail_sent = time.monotonic()
 
 
-class OutboxPublisher(DisplayPublisher):  # type: ignore[misc]
+class OutboxPublisher(DisplayPublisher):
     """What ``display()`` calls in a cell."""
 
     outbox: Outbox
@@ -191,7 +191,7 @@ class OutboxPublisher(DisplayPublisher):  # type: ignore[misc]
         self.outbox.add("clear", bool(wait))
 
 
-class OutboxResult(DisplayHook):  # type: ignore[misc]
+class OutboxResult(DisplayHook):
     """What takes the value of a cell's last expression."""
 
     outbox: Outbox
@@ -202,7 +202,7 @@ class OutboxResult(DisplayHook):  # type: ignore[misc]
 
     def quiet(self) -> bool:
         """Whether the cell's last expression ends in a semicolon."""
-        return bool(self.semicolon_at_end_of_expression(self.source))
+        return bool(self.semicolon_at_end_of_expression(self.source))  # type: ignore[no-untyped-call]
 
     def write_output_prompt(self) -> None:
         """The notebook writes its own label."""
@@ -223,9 +223,11 @@ def capture(outbox: Outbox, shell: Any) -> None:
         # ipykernel's stream also reads what child processes and C code write to the descriptor
         # and passes it to its own write.
         stream.write = lambda text, name=name: outbox.write(name, text)
-    shell.display_pub = OutboxPublisher(parent=shell, shell=shell)
+    shell.display_pub = OutboxPublisher(parent=shell, shell=shell)  # type: ignore[no-untyped-call]
     shell.display_pub.outbox = outbox
     # No output cache: it would keep every shown value alive.
-    shell.displayhook = OutboxResult(parent=shell, shell=shell, cache_size=0)
+    shell.displayhook = OutboxResult(  # type: ignore[no-untyped-call]
+        parent=shell, shell=shell, cache_size=0
+    )
     shell.displayhook.outbox = outbox
     shell.display_trap.hook = shell.displayhook

@@ -22,7 +22,7 @@ class Preload:
         try:
             importlib.import_module("torch")
             importlib.import_module("openclaw_nb.engine.group")
-        except BaseException as error:  # noqa: BLE001 - raised again by `wait`, in whoever waits for torch
+        except BaseException as error:  # noqa: BLE001 - kept for whoever waits for torch, who gets it raised
             self._error = error
             return
         finally:
@@ -34,6 +34,11 @@ class Preload:
     def ready(self) -> bool:
         """Whether torch can be used now."""
         return self._done.is_set() and self._error is None
+
+    @property
+    def problem(self) -> str:
+        """Why torch cannot be used, or ""."""
+        return "" if self._error is None else f"torch cannot be imported: {self._error}"
 
     def wait(self) -> None:
         """Wait until torch can be used.

@@ -25,8 +25,8 @@ class Ranks:
 
     def __init__(self, group: ReleasableGroup) -> None:
         self.group = group
-        self.rank = group.rank()
-        self.size = group.size()
+        self.rank: int = group.rank()
+        self.size: int = group.size()
 
     def start_sum(self, tensor: torch.Tensor) -> PendingWork | None:
         """Begin to sum a tensor over the ranks in place; None when there is only one rank."""
@@ -77,5 +77,3 @@ class Ranks:
         parts = [torch.empty_like(padded) for _ in counts]
         self.group.allgather([parts], [padded]).wait()
         return torch.cat([part[:count] for part, count in zip(parts, counts, strict=True)])
-
-

@@ -62,7 +62,6 @@ class GradientReducer:
         ranks: Ranks,
         *,
         bucket_bytes: int = BUCKET_BYTES,
-
     ) -> None:
         self._ranks = ranks
         self._factor = 1.0

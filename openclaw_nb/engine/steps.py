@@ -2,15 +2,15 @@
 
     loader ──slice──> model(x) ──> out (its gradient will be scaled by this rank's weight, it is followed)
                                     │  any loss the cell computes
-    loss.backward() ──> agree what the loss is ──> backward, gradients averaged ──> loss holds the global value
+    loss.backward() ──> agree what the loss is ──> backward, gradients averaged ──> loss is the global value
     clip, optimizer.step(), scheduler.step() see the same gradients on every rank as on a single device
 
 The gradient of a mean over N samples is the sum over ranks of (n_r / N) times the gradient of rank r's
-mean; of a sum, the plain sum. The weight goes in at the model's output, so that a term of the loss which does not
-pass through the model (a penalty on the weights) counts once.
+mean; of a sum, the plain sum. The weight goes in at the model's output, so that a term of the loss which
+does not pass through the model (a penalty on the weights) counts once.
 
-With ``sync_frequency`` K, gradients of K batches are kept aside and only the K-th has a gradient to step with:
-between boundaries every parameter's gradient is None, for which clip, scaler and optimizers do nothing.
+With ``sync_frequency`` K, gradients of K batches are kept aside and only the K-th has a gradient to step
+with: between boundaries every parameter's gradient is None, for which clip, scaler and optimizers do nothing.
 
 Knows models, optimizers, slices and losses; does not know cells, messages or how the ranks communicate.
 """
@@ -26,13 +26,13 @@ from torch import Tensor, nn
 
 from openclaw_nb.core.errors import RefusedError
 from openclaw_nb.engine import kinds
-from openclaw_nb.engine.ranks import Ranks
 from openclaw_nb.engine.kinds import KindCache, Vote
 from openclaw_nb.engine.loaders import Slice
 from openclaw_nb.engine.loss import LossKind, Recorder, map_tensors, untrack_tree
 from openclaw_nb.engine.measure import Publisher
 from openclaw_nb.engine.objects import Objects
 from openclaw_nb.engine.randomness import ModelStream
+from openclaw_nb.engine.ranks import Ranks
 from openclaw_nb.engine.reducer import GradientReducer
 from openclaw_nb.engine.splitting import BatchSplitter
 from openclaw_nb.plan.shares import share_bounds
@@ -109,7 +109,7 @@ class StepEngine:
                 model.register_forward_hook(self._after_call, always_call=True),
             ]
         self._backward, self._grad = torch.autograd.backward, torch.autograd.grad
-        torch.autograd.backward = self._on_backward  # type: ignore[assignment]
+        torch.autograd.backward = self._on_backward
         torch.autograd.grad = self._on_grad
         self._hold_back = [
             _hold_between(thing, name, self._window)
@@ -195,9 +195,9 @@ class StepEngine:
         first = next(iter(_tensors(output)), None)
         if first is not None and first.dim() and first.shape[0] % self._slice.num_rows:
             raise RefusedError(
-                f"The model returned {first.shape[0]} rows, which are not the {self._slice.num_rows} samples of "
-                "this rank's part of the batch. Samples must be in dim 0, and the model must be called on the "
-                "loader's batch; else use --split model, under which the model call itself is split."
+                f"The model returned {first.shape[0]} rows, which are not the {self._slice.num_rows} samples "
+                "of this rank's part of the batch. Samples must be in dim 0, and the model must be called on "
+                "the loader's batch; else use --split model, under which the model call itself is split."
             )
 
     # -------------------------------------------------------------------------------- the backward
@@ -256,9 +256,9 @@ class StepEngine:
         if self._reducer.strayed and self._ranks.size > 1:
             self._reducer.drop_gradients()
             raise RefusedError(
-                "backward() reached the model's parameters, but the model was not called as a whole since the "
-                "last backward(): a part of it was called by itself, or the same graph was run back twice. Call "
-                "the model itself and run one backward() a call."
+                "backward() reached the model's parameters, but the model was not called as a whole since "
+                "the last backward(): a part of it was called by itself, or the same graph was run back "
+                "twice. Call the model itself and run one backward() a call."
             )
 
     def _conclude(self, root: Tensor, vote: Vote, boundary: bool) -> None:

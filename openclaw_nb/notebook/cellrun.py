@@ -70,8 +70,8 @@ def run_cell(
     OpenClawError
         When the cell did not end well, see `cell_error`; or could not begin.
     """
-    places = places_of(master)
-    output = LiveOutput(len(places), request.targets or list(places), sink)
+    places = _places_in_run(places_of(master), request)
+    output = LiveOutput(len(places), _shown_ranks(places, request), sink)
     run = _begin(master, request, output)
     for note in master.take_notes():
         tell(note)
@@ -90,6 +90,17 @@ def run_cell(
 def places_of(master: MasterNode) -> dict[int, Place]:
     """Return the worker and the device of each rank."""
     return {rank: Place(worker.id, worker.device.id) for rank, worker in enumerate(master.workers)}
+
+
+def _places_in_run(places: Mapping[int, Place], request: CellRequest) -> dict[int, Place]:
+    """Return the places by the ranks that the cell sees: a strategy on some workers counts them from 0."""
+    if request.strategy is None or request.targets is None:
+        return dict(places)
+    return {rank: places[target] for rank, target in enumerate(request.targets)}
+
+
+def _shown_ranks(places: Mapping[int, Place], request: CellRequest) -> list[int]:
+    return list(request.targets) if request.strategy is None and request.targets else list(places)
 
 
 def _begin(master: MasterNode, request: CellRequest, output: LiveOutput) -> CellRun:

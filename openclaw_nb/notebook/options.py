@@ -307,10 +307,6 @@ def parse_cell(words: Sequence[str]) -> CellOptions:
         _refuse_without_strategy(given)
         return CellOptions(targets=given.targets)
     name = canonical_strategy(given.strategy)
-    if given.targets is not None:
-        raise UsageError(
-            "--targets goes with plain cells only: a strategy runs on every rank. Leave out one of the two."
-        )
     for role in ("model", "optimizer", "loader"):
         _check_identifier(role, getattr(given, role))
     options = {"sync_frequency": given.sync_frequency, "accumulate": given.accumulate}
@@ -324,7 +320,7 @@ def parse_cell(words: Sequence[str]) -> CellOptions:
         reduction=given.reduction or "auto",
         sync_batchnorm=not given.no_sync_batchnorm,
     )
-    return CellOptions(strategy=spec)
+    return CellOptions(strategy=spec, targets=given.targets)
 
 
 def _refuse_without_strategy(given: argparse.Namespace) -> None:

@@ -1,7 +1,7 @@
 """When one rank cannot go on, all others are free within 2 s, keep their variables, and the next cell works.
 
-A cut is an operation that all ranks repeat, and a cause that strikes one of them at a random moment. The short
-version runs each operation with some cause; ``make soak`` runs 200 cuts.
+A cut is an operation that all ranks repeat, and a cause that strikes one of them at a random moment. The
+short version runs each operation with some cause; ``make soak`` runs 200 cuts.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ OPERATIONS = {
 SETUP_DDP = """
 import torch, os, time, random, signal
 if dist.get_world_size() > 1:
-    ddp = torch.nn.parallel.DistributedDataParallel(torch.nn.Sequential(*[torch.nn.Linear(20, 20) for _ in range(4)]))
+    layers = [torch.nn.Linear(20, 20) for _ in range(4)]
+    ddp = torch.nn.parallel.DistributedDataParallel(torch.nn.Sequential(*layers))
 kept = 41 + rank
 """
 CAUSES = {
@@ -145,14 +146,50 @@ def test_a_rank_raises_in_a_training_cell(lab: Lab) -> None:
 def test_ranks_that_disagree_are_told_both_calls(lab: Lab) -> None:
     import_torch = "import torch\n"
     for source, texts in {
-        "dist.all_reduce(torch.ones(3 + (rank == 1)))": ("rank 0 calls all_reduce(float32[3]", "rank 1 calls all_reduce(float32[4]"),
+        "dist.all_reduce(torch.ones(3 + (rank == 1)))": (
+            "rank 0 calls all_reduce(float32[3]",
+            "rank 1 calls all_reduce(float32[4]",
+        ),
         "dist.barrier() if rank else dist.broadcast(torch.ones(2), 0)": ("broadcast(float32[2]", "barrier()"),
-        "dist.all_reduce(torch.ones(2, dtype=torch.float64 if rank == 3 else torch.float32))": ("float64[2]", "float32[2]"),
+        "dist.all_reduce(torch.ones(2, dtype=torch.float64 if rank == 3 else torch.float32))": (
+            "float64[2]",
+            "float32[2]",
+        ),
     }.items():
         result = lab.run(import_torch + source)
-        assert {f.error_type for f in result.failures.values()} == {"MismatchError"}, result
+        assert result.failures[result.first].error_type == "MismatchError", result
+        assert len(result.failures) == lab.master.world_size
         assert all(text in f.message for f in result.failures.values() for text in texts)
         lab.good("dist.barrier()")
+
+
+def test_messages_that_do_not_fit_are_told_both_calls(lab: Lab) -> None:
+    source = (
+        "import torch\nif rank == 0: dist.send(torch.ones(3), 1)\nif rank == 1: dist.recv(torch.ones(5), 0)"
+    )
+    result = lab.run(source)
+    assert result.failures[1].error_type == "MismatchError"
+    assert "send(float32[3], dst=1)" in result.failures[1].message
+    assert "recv(float32[5], src=0)" in result.failures[1].message
+    lab.good("dist.barrier()")
+
+
+def test_messages_arrive_in_order_and_from_any_rank(lab: Lab) -> None:
+    lab.good("""
+import torch
+right, left = (rank + 1) % world_size, (rank - 1) % world_size
+sent = [dist.isend(torch.full((2,), 10.0 * rank + i), right) for i in range(5)]
+got = [torch.empty(2) for _ in range(5)]
+for work in [dist.irecv(t, left) for t in got] + sent:
+    work.wait()
+assert [t[0].item() for t in got] == [10.0 * left + i for i in range(5)]
+if rank == 0:
+    box = torch.empty(1)
+    sources = sorted(dist.recv(box) for _ in range(world_size - 1))
+    assert sources == list(range(1, world_size)), sources
+else:
+    dist.send(torch.ones(1), 0)
+""")
 
 
 def test_a_rank_that_leaves_early_or_does_not_take_part(lab: Lab) -> None:
@@ -165,7 +202,7 @@ def test_a_rank_that_leaves_early_or_does_not_take_part(lab: Lab) -> None:
 
 
 def test_ranks_that_wait_for_each_other(lab: Lab) -> None:
-    result = lab.run("import torch\nif rank < 2: dist.recv(torch.ones(1), 1 - rank)\nelse: dist.recv(torch.ones(1), 5 - rank)")
+    result = lab.run("import torch\ndist.recv(torch.ones(1), (1 if rank < 2 else 5) - rank)")
     assert "wait for each other" in result.cause
     assert {row[0] for row in result.table} == {0, 1, 2, 3}
     lab.good("dist.barrier()")
@@ -203,7 +240,11 @@ def test_a_rank_in_native_code_is_named_and_rejoins(lab: Lab) -> None:
 
 def test_sub_groups_are_released(lab: Lab) -> None:
     lab.good("import torch\nsub = dist.new_group([0, 1, 2, 3])\ndist.all_reduce(torch.ones(2), group=sub)")
-    result = lab.run("sub = dist.new_group([0, 1, 2, 3])\nif rank == 0: raise ValueError('planted')\ndist.barrier(group=sub)")
+    result = lab.run(
+        "sub = dist.new_group([0, 1, 2, 3])\n"
+        "if rank == 0: raise ValueError('planted')\n"
+        "dist.barrier(group=sub)"
+    )
     assert result.first == 0
     assert result.release_seconds <= FREE_SECONDS
     lab.good("dist.barrier()")
@@ -245,4 +286,5 @@ def test_200_cuts(lab: Lab, pair: Lab) -> None:
                 kill_while_forming(target, random.uniform(0, 0.03))
         except AssertionError as error:
             raise AssertionError(f"cut {number}: {operation}, {cause}: {error}") from error
-    print(f"\n200 cuts: {len(slow)} free; release median {sorted(slow)[len(slow) // 2]:.3f} s, worst {max(slow):.3f} s")
+    median = sorted(slow)[len(slow) // 2]
+    print(f"\n200 cuts: {len(slow)} free; release median {median:.3f} s, worst {max(slow):.3f} s")  # noqa: T201

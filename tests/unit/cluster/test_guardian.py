@@ -171,8 +171,8 @@ def test_killed_owner_leaves_nothing(
     own: Own, cluster_id: str, directory: Path, stranger: subprocess.Popen[bytes]
 ) -> None:
     owner = own()
+    assert wait_until(lambda: len(processes_of(cluster_id)) == 5, 5)  # four workers and a child of one
     before = processes_of(cluster_id)
-    assert len(before) == 5
     names = (cluster_id, f"{cluster_id}-batch", new_cluster_id())
     folder, segment, foreign = (Path(f"/dev/shm/openclaw-{name}") for name in names)
     folder.mkdir()

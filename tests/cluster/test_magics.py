@@ -1,0 +1,355 @@
+"""The magics in a real kernel, as a notebook's client sees them: one kernel and two workers serve all tests.
+
+The tests run in the order in which they stand: first those without a cluster, last those that end it.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import nbformat
+import psutil
+import pytest
+from nbclient import NotebookClient
+from nbformat.v4 import new_code_cell, new_notebook
+
+pytestmark = [
+    pytest.mark.cluster,
+    # The client's own sockets: closed by its event loop some time after the kernel is gone.
+    pytest.mark.filterwarnings("ignore::ResourceWarning"),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+]
+
+_ANSI = re.compile(r"\x1b\[[\d;]*m")
+
+
+class _Client(NotebookClient):
+    """Keeps what was shown in between, too: the saved notebook holds the end only."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.updates: list[str] = []
+
+    def process_message(self, msg: Any, cell: Any, cell_index: int) -> Any:
+        if msg["msg_type"] in ("display_data", "update_display_data"):
+            self.updates.append(msg["content"]["data"].get("text/plain", ""))
+        return super().process_message(msg, cell, cell_index)
+
+
+@dataclass
+class Ran:
+    """A cell that was run: what it holds when the notebook is saved, and how long it took."""
+
+    outputs: list[Any]
+    seconds: float
+    updates: list[str]
+
+    @property
+    def text(self) -> str:
+        """All plain text of displays, results and streams."""
+        parts = (o.get("text") or o.get("data", {}).get("text/plain", "") for o in self.outputs)
+        return "\n".join(part for part in parts if part)
+
+    @property
+    def error(self) -> str:
+        """The traceback as a person reads it, or ""."""
+        lines = [line for o in self.outputs if o["output_type"] == "error" for line in o["traceback"]]
+        return _ANSI.sub("", "\n".join(lines))
+
+
+class Notebook:
+    """A kernel that runs cells one after the other."""
+
+    def __init__(self) -> None:
+        self.saved = new_notebook()
+        self.client = _Client(nb=self.saved, kernel_name="python3", timeout=60, allow_errors=True)
+
+    def run(self, source: str) -> Ran:
+        self.saved.cells.append(new_code_cell(source))
+        self.client.updates = []
+        started = time.monotonic()
+        cell = self.client.execute_cell(self.saved.cells[-1], len(self.saved.cells) - 1)
+        return Ran(list(cell.outputs), time.monotonic() - started, self.client.updates)
+
+    def value(self, expression: str) -> str:
+        ran = self.run(expression)
+        assert not ran.error, ran.error
+        return ran.text
+
+    def matches(self, code: str) -> list[str]:
+        """Ask for completions as a front end does."""
+        client = self.client.kc
+        reply = run_sync(client._async_get_shell_msg)(timeout=10) if False else None
+        return reply
+
+    def good(self, source: str) -> Ran:
+        ran = self.run(source)
+        assert not ran.error, ran.error
+        return ran
+
+
+@pytest.fixture(scope="module")
+def kernel() -> Iterator[Notebook]:
+    notebook = Notebook()
+    with notebook.client.setup_kernel():
+        notebook.good("%load_ext openclaw_nb")
+        yield notebook
+
+
+@pytest.fixture(scope="module")
+def notebook(kernel: Notebook) -> Notebook:
+    """The kernel with two workers."""
+    started = kernel.good("cluster = %openclaw start -n 2\ncluster")
+    assert "2 workers" in started.text
+    kernel.started = started
+    return kernel
+
+
+# ---------------------------------------------------------------------------------------- without a cluster
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "%openclaw status",
+        "%openclaw stop",
+        "%openclaw push x",
+        "%openclaw pull x",
+        "%openclaw interrupt",
+        "%openclaw reset",
+        "%%openclaw_parallel\n1",
+    ],
+)
+def test_what_needs_a_cluster_says_how_to_start_one(kernel: Notebook, source: str) -> None:
+    error = kernel.run(source).error
+    assert error == "NotStartedError: No cluster is running. Start one first: %openclaw start -n 2"
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("strt", "UnknownNameError: There is no %openclaw verb 'strt'. Did you mean 'start'?"),
+        ("start --devices GPU-97", "There is no device 'GPU-97'"),
+        ("start --name ../up", "A cluster cannot be named '../up'"),
+        ("start -n 2 --devices CPU-0", "2 workers were asked for, but the list of devices names 1"),
+    ],
+)
+def test_a_start_that_cannot_be(kernel: Notebook, line: str, said: str) -> None:
+    assert said in kernel.run(f"%openclaw {line}").error
+    assert kernel.value("%openclaw list") == "No cluster runs on this host."
+
+
+def test_more_workers_than_cores(kernel: Notebook) -> None:
+    kernel.good("import os\nallowed = os.environ.pop('OPENCLAW_OVERSUBSCRIBE')")
+    error = kernel.run("%openclaw start -n 1000").error
+    kernel.good("os.environ['OPENCLAW_OVERSUBSCRIBE'] = allowed")
+    assert re.search(r"1000 workers were asked for, but this machine has \d+ (cores|GPUs) to use", error)
+
+
+def test_devices_need_no_cluster(kernel: Notebook) -> None:
+    assert "CPU-0" in kernel.value("%openclaw devices")
+
+
+# ------------------------------------------------------------------------------------------------ plain cells
+
+
+def test_start_leaves_a_table_and_no_progress_bar(notebook: Notebook) -> None:
+    bar, table = notebook.started.outputs
+    assert bar["data"]["text/plain"] == ""
+    assert {"text/plain", "text/html"} <= set(table["data"])
+    assert any("importing torch" in text for text in notebook.started.updates)
+
+
+def test_start_twice(notebook: Notebook) -> None:
+    assert "runs already, with 2 workers" in notebook.run("%openclaw start -n 2").error
+    assert notebook.value("%%openclaw_parallel\nworld_size") == "[ranks 0-1]\n2"
+
+
+def test_output_of_each_rank(notebook: Notebook) -> None:
+    assert notebook.value("%%openclaw_parallel\nprint('both')\nrank * 10") == (
+        "[ranks 0-1]\nboth\n[rank 0]\n0\n[rank 1]\n10"
+    )
+
+
+def test_a_cell_that_shows_nothing_sends_nothing(notebook: Notebook) -> None:
+    ran = notebook.good("%%openclaw_parallel\nx = rank + 5")
+    assert (ran.outputs, ran.updates) == ([], [])
+
+
+def test_targets(notebook: Notebook) -> None:
+    assert notebook.value("%%openclaw_parallel -t worker-1\nrank") == "[rank 1]\n1"
+    assert "There is no rank '7'. Allowed: 0, 1." in notebook.run("%%openclaw_parallel -t 7\nrank").error
+
+
+def test_top_level_await_and_magics(notebook: Notebook) -> None:
+    ran = notebook.good("%%openclaw_parallel\nimport asyncio\nawait asyncio.sleep(0)\n!echo shell")
+    assert "shell" in ran.text
+
+
+def test_help(notebook: Notebook) -> None:
+    assert "--sync-frequency K" in notebook.value("%openclaw_parallel --help")
+    assert "--oversubscribe" in notebook.value("%openclaw start --help")
+    assert "  interrupt  Stop what runs" in notebook.value("%openclaw")
+
+
+def test_an_empty_cell(notebook: Notebook) -> None:
+    assert "There is no code to run" in notebook.run("%%openclaw_parallel\n   ").error
+    assert "cell body is empty" in notebook.run("%%openclaw_parallel").text
+
+
+def test_an_unknown_strategy(notebook: Notebook) -> None:
+    error = notebook.run("%%openclaw_parallel -s data_paralel\n1").error
+    assert "There is no strategy 'data_paralel'. Did you mean 'data_parallel'?" in error
+
+
+def test_status_is_a_value_too(notebook: Notebook) -> None:
+    ran = notebook.good("s = %openclaw status\n[(r.worker, r.id, r.state) for r in s]")
+    assert ran.text == "[('worker-0', 'CPU-0', 'idle'), ('worker-1', 'CPU-1', 'idle')]"
+
+
+# ---------------------------------------------------------------------------------------------------- errors
+
+
+def test_an_error_on_one_rank(notebook: Notebook) -> None:
+    cell = "%%openclaw_parallel\nkept = 'here'\nif rank == 1:\n    raise ValueError('boom')\ndist.barrier()"
+    ran = notebook.run(cell)
+    assert ran.error.startswith("rank 1 of 2 (CPU-1) raised:")
+    assert re.search(r"Cell In\[\d+\], line 4\n", ran.error)
+    assert "----> 4     raise ValueError('boom')" in ran.error
+    assert re.search(r"rank 0 was released after \d+\.\d\d s; variables kept\.", ran.error)
+    assert "openclaw_nb/" not in ran.error  # no frames of this package
+    assert notebook.value("%%openclaw_parallel\nkept") == "[ranks 0-1]\n'here'"
+
+
+def test_a_syntax_error_runs_nowhere(notebook: Notebook) -> None:
+    error = notebook.run("%%openclaw_parallel\nsyntax = 1\ndef f(:\n    pass").error
+    assert re.match(r"\s*Cell In\[\d+\], line 3\n\s*def f\(:", error)
+    assert error.count("SyntaxError") == 1
+    assert "NameError" in notebook.run("%%openclaw_parallel\nsyntax").error
+
+
+def test_a_name_that_only_the_notebook_has(notebook: Notebook) -> None:
+    notebook.good("only_here = 3")
+    error = notebook.run("%%openclaw_parallel\nonly_here").error
+    assert error.startswith("ranks 0-1 raised:")
+    assert "`only_here` exists in the notebook: %openclaw push only_here" in error
+    notebook.good("%openclaw push only_here")
+    assert notebook.value("%%openclaw_parallel\nonly_here") == "[ranks 0-1]\n3"
+
+
+def test_who_waits_where_shows_while_a_rank_waits(notebook: Notebook) -> None:
+    cell = "%%openclaw_parallel\nimport time\nif rank == 1: time.sleep(4.5)\ndist.barrier()\n'through'"
+    ran = notebook.good(cell)
+    assert ran.text == "[ranks 0-1]\n'through'"
+    seen = [text for text in ran.updates if "rank 0  waits in barrier" in text]
+    assert seen
+    assert all(
+        "rank 1  computes" in text and "line 3: if rank == 1: time.sleep(4.5)" in text for text in seen
+    )
+
+
+def test_a_rank_that_finished_while_another_waits_for_it(notebook: Notebook) -> None:
+    error = notebook.run("%%openclaw_parallel\nif rank == 0: dist.barrier()").error
+    assert error.startswith("GroupError: Rank 1 has finished the cell, but rank 0 waits in barrier()")
+
+
+def test_interrupt(notebook: Notebook) -> None:
+    notebook.good(
+        "import os, signal, threading\n"
+        "threading.Timer(1, lambda: os.kill(os.getpid(), signal.SIGINT)).start()"
+    )
+    cell = "%%openclaw_parallel\nimport time\nlast = 0\nfor last in range(300):\n    time.sleep(0.1)"
+    ran = notebook.run(cell)
+    assert re.fullmatch(r"CellInterrupted: Stopped after \d\.\d s; variables kept\.", ran.error)
+    assert ran.seconds < 1 + 2
+    assert notebook.value("%%openclaw_parallel -t 0\n0 < last < 30") == "[rank 0]\nTrue"
+
+
+# ------------------------------------------------------------------------------------------------- variables
+
+
+def test_push_and_pull(notebook: Notebook) -> None:
+    notebook.good("import numpy as np\na = np.arange(3.0)\n%openclaw push a")
+    notebook.good("%%openclaw_parallel\nb = a + rank\nsame = a.sum()")
+    table = notebook.value("%openclaw pull b same")
+    assert re.search(r"b +ndarray +differs on rank 1 by up to 1\n", table)
+    assert re.search(r"same +float64 +the same$", table)
+    assert notebook.value("b, same") == "(array([0., 1., 2.]), np.float64(3.0))"
+    notebook.good("%openclaw pull b --from 1")
+    assert notebook.value("b") == "array([1., 2., 3.])"
+    notebook.good("%openclaw pull b --from all")
+    assert notebook.value("b") == "[array([0., 1., 2.]), array([1., 2., 3.])]"
+    notebook.good("%openclaw pull b --reduce mean")
+    assert notebook.value("b") == "array([0.5, 1.5, 2.5])"
+
+
+def test_a_variable_that_one_rank_lacks(notebook: Notebook) -> None:
+    notebook.good("%%openclaw_parallel -t 0\nlonely = 1")
+    assert "missing on rank 1" in notebook.value("%openclaw pull lonely")
+    assert "Rank 1: There is no variable" in notebook.run("%openclaw pull lonely --from all").error
+
+
+def test_variables_that_cannot_travel(notebook: Notebook) -> None:
+    assert "There is no variable in the notebook 'only_her'. Did you mean 'only_here'?" in (
+        notebook.run("%openclaw push only_her").error
+    )
+    assert "Did you mean 'kept'?" in notebook.run("%openclaw pull kep").error
+    notebook.good("%%openclaw_parallel\nstream = (i for i in range(3))")
+    assert "'stream' (generator) cannot be sent" in notebook.run("%openclaw pull stream").error
+    notebook.good("lock = threading.Lock()")
+    error = notebook.run("%openclaw push a lock").error
+    assert "'lock' (lock) cannot be sent" in error
+    assert "--reduce combines all ranks" in notebook.run("%openclaw pull a --reduce sum --from 0").error
+    assert notebook.value("%%openclaw_parallel\nkept") == "[ranks 0-1]\n'here'"
+
+
+def test_completion_knows_the_workers(notebook: Notebook) -> None:
+    expression = "[c.text for c in get_ipython().Completer.completions({0!r}, len({0!r}))]"
+    notebook.good(
+        "from IPython.core.completer import provisionalcompleter\nprovisionalcompleter().__enter__()"
+    )
+    assert notebook.value(expression.format("%openclaw pull lone")) == "['lonely']"
+    assert "'CPU-1'" in notebook.value(expression.format("%openclaw push a -t "))
+    assert "'kept'" in notebook.value(expression.format("%%openclaw_parallel\nx = kep"))
+    assert "'.bit_count'" in notebook.value(expression.format("%%openclaw_parallel\nlast.bit_"))
+
+
+# ---------------------------------------------------------------------------------------- the group's troubles
+
+
+def test_reset(notebook: Notebook) -> None:
+    assert "A fresh process group stands" in notebook.value("%openclaw reset")
+    assert notebook.value("%%openclaw_parallel\nkept") == "[ranks 0-1]\n'here'"
+
+
+def test_nothing_to_interrupt(notebook: Notebook) -> None:
+    assert notebook.value("%openclaw interrupt") == "Nothing runs on the workers."
+
+
+def test_stop_while_a_cell_runs(notebook: Notebook) -> None:
+    pids = [int(pid) for pid in re.findall(r"\d+", notebook.value("[w.pid for w in cluster.master.workers]"))]
+    notebook.good(
+        "from openclaw_nb.session import current_session\n"
+        "threading.Timer(1, lambda: current_session().stop()).start()"
+    )
+    ran = notebook.run("%%openclaw_parallel\nwhile True: time.sleep(0.1)")
+    assert ran.error.startswith("CellInterrupted: Stopped")
+    notebook.good("while cluster.running: time.sleep(0.1)")
+    assert len(pids) == 2
+    assert not any(psutil.pid_exists(pid) for pid in pids)
+
+
+def test_stop_says_how_many_processes_it_ended(notebook: Notebook) -> None:
+    notebook.good("%openclaw start -n 1 --name once-more")
+    assert re.fullmatch(
+        r"Cluster once-more stopped: \d+ processes ended, none is left\.", notebook.value("%openclaw stop")
+    )
+    assert "NotStartedError" in notebook.run("%openclaw stop").error
+
+
+def test_the_notebook_can_be_saved(notebook: Notebook) -> None:
+    nbformat.validate(notebook.saved)

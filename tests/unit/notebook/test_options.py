@@ -1,0 +1,167 @@
+from __future__ import annotations
+
+import pytest
+
+from openclaw_nb.core.errors import UnknownNameError, UsageError
+from openclaw_nb.notebook import options, verbs
+from openclaw_nb.notebook.targets import Place, resolve_targets
+from openclaw_nb.protocol.messages import StrategySpec
+
+
+def parse(line: str) -> object:
+    command, _, words = options.split_verb(line)
+    assert command is not None
+    return command.parse(words)
+
+
+def cell(line: str) -> options.CellOptions:
+    return options.parse_cell(options.split_line(line))
+
+
+def test_every_verb_has_a_handler_and_no_handler_is_without_a_verb() -> None:
+    assert set(options.VERBS) == set(verbs.HANDLERS)
+
+
+def test_start() -> None:
+    given = parse("start -n 2 --devices CPU-0,CPU-1 --communication gloo --name mine --oversubscribe")
+    assert vars(given) == {
+        "workers": 2,
+        "devices": "CPU-0,CPU-1",
+        "communication": "gloo",
+        "name": "mine",
+        "oversubscribe": True,
+        "help": False,
+    }
+
+
+@pytest.mark.parametrize("line", ["push -t 0 a b", "push a -t 0 b", "push a b --targets=0"])
+def test_names_and_options_may_be_mixed(line: str) -> None:
+    given = parse(line)
+    assert given.names == ["a", "b"]
+    assert given.targets == "0"
+
+
+@pytest.mark.parametrize("line", ["", "  ", "--help", "-h", "help"])
+def test_without_a_verb_help_on_all_verbs_is_asked_for(line: str) -> None:
+    assert options.split_verb(line)[0] is None
+    assert all(f"  {verb} " in options.overview() for verb in options.VERBS)
+
+
+@pytest.mark.parametrize("verb", options.VERBS)
+def test_help_names_every_option(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
+    command, _, words = options.split_verb(f"{verb} --help")
+    assert command is not None
+    assert options.asks_for_help(words)
+    assert all(name in command.help() for a in command.arguments for name in a.names)
+    assert capsys.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("strt", "Did you mean 'start'?"),
+        ("start --worker 3", "Did you mean '--workers'?"),
+        ("start --spares 3", "There is no %openclaw start option '--spares'"),
+        ("start --communication ncl", "Did you mean 'nccl'?"),
+        ("pull a --reduce men", "Did you mean 'mean'?"),
+    ],
+)
+def test_a_name_that_does_not_exist(line: str, said: str) -> None:
+    with pytest.raises(UnknownNameError) as caught:
+        parse(line)
+    assert said in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("start -n two", "'two' is not a whole number of at least 1"),
+        ("start -n 0", "'0' is not a whole number of at least 1"),
+        ("start -n -1", "'-1' is not a whole number of at least 1"),
+        ("start -n", "expected one argument"),
+        ("start 2", "does not take '2'"),
+        ("status now", "does not take 'now'"),
+        ("push 'a", "cannot be read"),
+    ],
+)
+def test_what_cannot_be_understood(line: str, said: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        parse(line)
+    assert said in str(caught.value)
+
+
+# ------------------------------------------------------------------------------------------------- the cell
+
+
+def test_a_plain_cell() -> None:
+    assert cell("") == options.CellOptions()
+    assert cell("-t 0-1") == options.CellOptions(targets="0-1")
+
+
+def test_a_strategy_cell() -> None:
+    line = "-s data --sync-frequency 10 --accumulate 2 --model net --split model --reduction sum --no-sync-batchnorm"
+    assert cell(line).strategy == StrategySpec(
+        name="data_parallel",
+        options={"sync_frequency": 10, "accumulate": 2},
+        model="net",
+        split="model",
+        reduction="sum",
+        sync_batchnorm=False,
+    )
+    assert cell("-s data -t 0,1").targets == "0,1"
+    assert cell("--strategy data_parallel").strategy == StrategySpec(name="data_parallel")
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("-s data_paralel", "There is no strategy 'data_paralel'. Did you mean 'data_parallel'?"),
+        ("--strateg data", "Did you mean '--strategy'?"),
+        ("-s data --split lodaer", "Did you mean 'loader'?"),
+        ("-s data --model a.b", "--model takes the name of a variable"),
+        ("-s data --sync-frequency 0", "'0' is not a whole number of at least 1"),
+        ("--sync-frequency 10", "--sync-frequency needs a strategy"),
+        ("--no-sync-batchnorm", "--no-sync-batchnorm needs a strategy"),
+        ("print(1)", "does not take 'print(1)'"),
+    ],
+)
+def test_a_cell_that_cannot_be_understood(line: str, said: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        cell(line)
+    assert said in str(caught.value)
+
+
+# ------------------------------------------------------------------------------------------------- targets
+
+PLACES = {rank: Place(f"worker-{rank}", f"CPU-{rank % 2}") for rank in range(4)}
+
+
+@pytest.mark.parametrize(
+    ("text", "ranks"),
+    [
+        ("0,1", [0, 1]),
+        ("1-3", [1, 2, 3]),
+        ("worker-2, 0", [0, 2]),
+        ("cpu-1", [1, 3]),
+        ("CPU-0,2,2", [0, 2]),
+    ],
+)
+def test_targets(text: str, ranks: list[int]) -> None:
+    assert resolve_targets(text, PLACES) == ranks
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("4", "There is no rank '4'. Allowed: 0, 1, 2, 3."),
+        ("2-5", "There is no rank '4'"),
+        ("worker-9", "'worker-9'. Did you mean"),
+        ("GPU-0", "'GPU-0'"),
+        ("2-1", "write 1-2"),
+        (",", "names nothing"),
+    ],
+)
+def test_targets_that_do_not_exist(text: str, said: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        resolve_targets(text, PLACES)
+    assert said in str(caught.value)

@@ -1,0 +1,59 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from openclaw_nb import __version__, cli
+from openclaw_nb.cluster.devices import usable_cores
+from openclaw_nb.cluster.files import ClusterFiles
+
+
+@pytest.fixture
+def runtime(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("OPENCLAW_RUNTIME_DIR", str(tmp_path))
+    return tmp_path
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["--version"])
+    assert ended.value.code == 0
+    assert capsys.readouterr().out.strip() == f"openclaw-nb {__version__}"
+
+
+def test_devices_for_a_program(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["list-devices", "--json"]) == 0
+    devices = json.loads(capsys.readouterr().out)
+    assert [d["id"] for d in devices if d["kind"] == "cpu"] == [f"CPU-{i}" for i in range(usable_cores())]
+
+
+def test_devices_for_people(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["list-devices"]) == 0
+    assert "CPU-0" in capsys.readouterr().out
+
+
+def test_no_cluster(runtime: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["list"]) == 0
+    assert capsys.readouterr().out == "No cluster runs on this host.\n"
+
+
+def test_clusters(runtime: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    ClusterFiles.create("0" * 32, "mine")
+    assert cli.main(["list", "--json"]) == 0
+    (note,) = json.loads(capsys.readouterr().out)
+    assert (note["name"], note["alive"]) == ("mine", True)
+
+
+@pytest.mark.parametrize("arguments", [["lst"], ["list", "--jsn"]])
+def test_what_is_not_understood(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(arguments)
+    assert ended.value.code == 2
+    assert "usage: openclaw" in capsys.readouterr().err
+
+
+def test_no_command(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([]) == 2
+    assert "list-devices" in capsys.readouterr().err
