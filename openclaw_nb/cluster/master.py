@@ -376,11 +376,11 @@ class MasterNode:
         return forget
 
     def _on_event(self, event: Event) -> None:
-        if self._run is not None:
-            self._run.tell(event)
         if isinstance(event, Measured):
             for listener in list(self._listeners):
                 listener(event)
+        if self._run is not None:
+            self._run.tell(event)
 
     def _on_joined(self, number: int) -> None:
         if self._membership is not None:

@@ -140,6 +140,7 @@ class CellRun:
         self._views |= {rank: RankView(phase=Phase.ABSENT) for rank in absent}
         self._replies: dict[int, Reply] = {}
         self._num_batches = dict.fromkeys(ranks, 0)
+        self._num_measured = dict.fromkeys(ranks, 0)
         self._released_at: float | None = None
         self._cause = ""
         self._interrupted = False
@@ -254,6 +255,7 @@ class CellRun:
                 for entry in event.entries:
                     self._shown.put(Output(rank, entry))
             case Measured():
+                self._num_measured[rank] = event.seq
                 self._shown.put(event)
             case Whereabouts():
                 self._views[rank] = self._views[rank].located(
@@ -289,6 +291,7 @@ class CellRun:
     def _missing_batches(self) -> bool:
         return any(
             reply.value.get("num_batches", 0) > self._num_batches[rank]
+            or reply.value.get("num_measured", 0) > self._num_measured[rank]
             for rank, reply in self._replies.items()
         )
 

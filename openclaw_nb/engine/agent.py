@@ -169,8 +169,9 @@ class Agent:
         from openclaw_nb.engine.parallel.registry import strategy_context
 
         group = self._service
+        publisher = self._publisher(command)
         context = strategy_context(
-            command.strategy, group, self._shell.user_ns, command.source, self._publisher(command), report
+            command.strategy, group, self._shell.user_ns, command.source, publisher, report
         )
         try:
             with context:
@@ -178,6 +179,8 @@ class Agent:
         except (OpenClawError, RuntimeError) as error:
             # Preparing the objects, or giving them back, failed: there is no cell to show a line of.
             return Outcome(error, traceback.format_exception(error)), report
+        finally:
+            report["num_measured"] = publisher.num_sent
         if command.compare_names:
             from openclaw_nb.engine.names import cell_names
 

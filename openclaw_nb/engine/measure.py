@@ -37,6 +37,11 @@ class Publisher:
         if time.monotonic() - self._sent > _INTERVAL_SECONDS:
             self.flush()
 
+    @property
+    def num_sent(self) -> int:
+        """How many events were sent."""
+        return self._seq
+
     def flush(self) -> None:
         """Send what has not been sent."""
         if not self._steps:

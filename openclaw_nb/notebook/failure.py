@@ -88,7 +88,7 @@ def cell_error(
         return _summed_up(WorkerDiedError, _deaths(result, places), result)
     if result.cause:
         return _summed_up(GroupError, f"{result.cause}. The cell was ended on every rank.", result)
-    return _summed_up(GroupError, "The cell did not end on every rank.", result)
+    return _summed_up(GroupError, _cut_off(result), result)
 
 
 # -------------------------------------------------------------------------------------------- a rank raised
@@ -233,6 +233,12 @@ def _summed_up(kind: type[OpenClawError], message: str, result: RunResult) -> Op
     lines = [_capital(line) for line in (message, *lost, *_still_inside(result))]
     error = kind(" ".join(lines))
     return drawn(error, [f"{_coloured(kind.__name__)}: {lines[0]}", *lines[1:], *_table(result)])
+
+
+def _cut_off(result: RunResult) -> str:
+    """Say what the ranks themselves say, where nobody ended the cell."""
+    told = [f"rank {rank}: {failed.message}" for rank, failed in result.failures.items() if failed.message]
+    return "; ".join(["the cell did not end on every rank", *told]) + "."
 
 
 def _released_line(result: RunResult) -> list[str]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from IPython.core.magic import Magics, line_cell_magic, line_magic, magics_class
 
@@ -19,6 +19,10 @@ from openclaw_nb.core.errors import OpenClawError, UsageError
 from openclaw_nb.notebook import options
 from openclaw_nb.notebook.complete import MATCHER, LiveNames, matcher
 from openclaw_nb.notebook.tables import Message
+
+if TYPE_CHECKING:
+    from openclaw_nb.cluster.master import MasterNode
+    from openclaw_nb.monitor.store import Monitor
 
 
 @magics_class
@@ -67,11 +71,15 @@ class OpenClawMagics(Magics):
             targets = resolve_targets(given.targets, cellrun.places_of(master))
         request = cellrun.CellRequest(
             source=source.checked(self.shell, line, cell),
-            execution_count=self.shell.execution_count,
+            execution_count=source.cell_number(self.shell),
             targets=targets,
             strategy=given.strategy,
         )
-        cellrun.run_cell(master, request, self._sink(), tell=_tell, notebook=self.shell.user_ns)
+        try:
+            cellrun.run_cell(master, request, self._sink(), tell=_tell, notebook=self.shell.user_ns)
+        finally:
+            if given.strategy is not None and self._in_notebook:
+                _show_figure(context.session.monitor, master)
 
     @property
     def _in_notebook(self) -> bool:
@@ -100,6 +108,15 @@ def _errors_without_frames() -> Iterator[None]:
         if not hasattr(error, "_render_traceback_"):
             drawn(error)
         raise
+
+
+def _show_figure(monitor: Monitor, master: MasterNode) -> None:
+    """Leave a figure of the run in the cell, if it made steps that can be drawn."""
+    from openclaw_nb.notebook.figures import show_run
+
+    history = monitor.history(master.last_run.run_id) if master.last_run is not None else None
+    if history is not None and history.steps >= 2:
+        show_run(history)
 
 
 def _tell(text: str) -> None:

@@ -263,11 +263,6 @@ CELL = Command(
             "update every K-th batch, with the gradients of all of them",
             settings={"type": _count, "metavar": "K"},
         ),
-        Argument(
-            ("--accumulate",),
-            "compute each batch in A parts",
-            settings={"type": _count, "metavar": "A"},
-        ),
         Argument(("--model",), "the model; found by its type when not given", "worker variable", _NAME),
         Argument(("--optimizer",), "the optimizer", "worker variable", _NAME),
         Argument(("--loader",), "the loader", "worker variable", _NAME),
@@ -309,7 +304,7 @@ def parse_cell(words: Sequence[str]) -> CellOptions:
     name = canonical_strategy(given.strategy)
     for role in ("model", "optimizer", "loader"):
         _check_identifier(role, getattr(given, role))
-    options = {"sync_frequency": given.sync_frequency, "accumulate": given.accumulate}
+    options = {"sync_frequency": given.sync_frequency}
     spec = StrategySpec(
         name=name,
         options={option: value for option, value in options.items() if value is not None},
@@ -330,5 +325,8 @@ def _refuse_without_strategy(given: argparse.Namespace) -> None:
 
 
 def _check_identifier(option: str, name: str | None) -> None:
-    if name is not None and not name.isidentifier():
-        raise UsageError(f"--{option} takes the name of a variable on the workers, not {name!r}.")
+    names = [] if name is None else name.split(",")
+    if not all(part.isidentifier() for path in names for part in path.strip().split(".")):
+        raise UsageError(
+            f"--{option} takes names of variables on the workers (model, or gen,disc, or trainer.model), not {name!r}."
+        )

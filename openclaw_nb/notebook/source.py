@@ -40,7 +40,7 @@ def checked(shell: Any, line: str, cell: str) -> str:
     source = at_its_lines(cell, line, _num_lines_above(shell, cell))
     try:
         transformed = shell.transform_cell(source)
-        name = shell.compile.cache(transformed, shell.execution_count, raw_code=source)
+        name = shell.compile.cache(transformed, cell_number(shell), raw_code=source)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the workers show them
             compile(transformed, name, "exec", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT, dont_inherit=True)
@@ -49,6 +49,14 @@ def checked(shell: Any, line: str, cell: str) -> str:
         message = f"{error.msg} (line {error.lineno}). Nothing ran on the workers."
         raise drawn(CellSyntaxError(message), lines) from None
     return source
+
+
+def cell_number(shell: Any) -> int:
+    """Return the number of the cell that runs now, as the notebook shows it.
+
+    IPython raises ``execution_count`` before or after a cell, depending on its version; the inputs tell.
+    """
+    return max(1, len(shell.history_manager.input_hist_parsed) - 1)
 
 
 def at_its_lines(cell: str, line: str, num_above: int) -> str:

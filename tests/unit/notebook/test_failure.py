@@ -117,12 +117,11 @@ def test_a_name_that_only_the_notebook_has() -> None:
 
 
 def test_a_refusal_is_its_message_without_a_traceback() -> None:
-    refusal = failed(
-        "RefusedError", "LBFGS calls its closure again. Use SGD.", traceback=["Traceback ...", "frames"]
-    )
+    message = "LBFGS calls its closure again. Use SGD."
+    refusal = failed("RefusedError", message, traceback=["Traceback ...", "frames"])
     error = cell_error(result(failures=dict.fromkeys(range(4), refusal)), PLACES)
     assert type(error) is RefusedError
-    assert shown(error) == "RefusedError: LBFGS calls its closure again. Use SGD."
+    assert shown(error) == f"RefusedError: {message}"
     at_a_line = cell_error(result(failures={0: failed("RefusedError", "No.")}), PLACES)
     assert str(at_a_line) == "No. (line 3)"
 
@@ -157,10 +156,19 @@ def test_ranks_that_waited_for_each_other() -> None:
     error = cell_error(result(failures={0: released()}, cause=cause, table=table), PLACES)
     assert isinstance(error, GroupError)
     assert str(error) == (
-        "Rank 1 has finished the cell, but rank 0 waits in barrier(), line 2. The cell was ended on every rank. "
+        "Rank 1 has finished the cell, but rank 0 waits in barrier(), line 2. "
+        "The cell was ended on every rank. "
         "Rank 0 was released after 0.04 s; variables kept."
     )
     assert "  rank 1  has finished" in shown(error).split("\n")
+
+
+def test_a_cut_that_nobody_made_is_told_as_the_rank_tells_it() -> None:
+    message = "barrier(): the connection to another rank is gone"
+    cut = failed("ReleasedError", message, consequence=True)
+    error = cell_error(result(failures={0: cut}, values={1: {}}), PLACES)
+    assert isinstance(error, GroupError)
+    assert f"rank 0: {message}" in shown(error)
 
 
 def test_an_error_without_a_drawing_of_its_own_is_its_message() -> None:

@@ -99,10 +99,10 @@ def test_a_plain_cell() -> None:
 
 
 def test_a_strategy_cell() -> None:
-    line = "-s data --sync-frequency 10 --accumulate 2 --model net --split model --reduction sum --no-sync-batchnorm"
-    assert cell(line).strategy == StrategySpec(
+    batches = "--sync-frequency 10 --split model --reduction sum"
+    assert cell(f"-s data {batches} --model net --no-sync-batchnorm").strategy == StrategySpec(
         name="data_parallel",
-        options={"sync_frequency": 10, "accumulate": 2},
+        options={"sync_frequency": 10},
         model="net",
         split="model",
         reduction="sum",
