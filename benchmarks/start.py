@@ -11,7 +11,17 @@ from __future__ import annotations
 import json
 import time
 
-from _common import NUM_WORKERS, Row, form_group_on, quiet, report, run_side, side_asked_for, start_ipyparallel, take_turns
+from _common import (
+    NUM_WORKERS,
+    Row,
+    form_group_on,
+    quiet,
+    report,
+    run_side,
+    side_asked_for,
+    start_ipyparallel,
+    take_turns,
+)
 
 _ROUNDS = 7
 _PROOF = "import torch; _t = torch.tensor([rank + 1.0]); dist.all_reduce(_t); assert _t.item() == 3.0"

@@ -14,11 +14,12 @@ import threading
 from collections.abc import Callable, Sequence
 from functools import cached_property
 from types import TracebackType
+from typing import Any
 
 from openclaw_nb.cluster.devices import Device, available_memory_bytes, choose_devices, list_devices
 from openclaw_nb.cluster.master import MasterNode
-from openclaw_nb.cluster.run import CellRun
-from openclaw_nb.core.errors import AlreadyStartedError, NotStartedError, UsageError
+from openclaw_nb.cluster.run import CellRun, RunResult
+from openclaw_nb.core.errors import AlreadyStartedError, NotStartedError, RemoteCellError, UsageError
 from openclaw_nb.core.text import is_set
 from openclaw_nb.monitor.store import Monitor
 from openclaw_nb.protocol.messages import StrategySpec
@@ -215,6 +216,32 @@ class OpenClawCluster:
             strategy = StrategySpec(name=canonical_strategy(strategy))
         return self.master.run_cell(source, strategy=strategy, targets=targets)
 
+    def run(
+        self, strategy: str | StrategySpec | None, function: Callable[..., Any], **arguments: Any
+    ) -> list[Any]:
+        """Call ``function(**arguments)`` on every rank and return the results by rank.
+
+        Parameters
+        ----------
+        strategy : str, StrategySpec or None
+            As for `run_cell`; the model, optimizer and loaders are found among the arguments.
+        function : callable
+            It and its arguments are copied to the workers.
+
+        Raises
+        ------
+        RemoteCellError
+            With the traceback of the rank that raised first.
+        """
+        self.master.push({"_openclaw_function": function, "_openclaw_arguments": arguments})
+        source = "_openclaw_result = _openclaw_function(**_openclaw_arguments)"
+        result = self.run_cell(source, strategy=strategy).wait()
+        assert result is not None
+        if not result.ok:
+            raise RemoteCellError(_what_failed(result))
+        ranks = range(self.master.world_size)
+        return [self.master.pull(["_openclaw_result"], rank)["_openclaw_result"] for rank in ranks]
+
     def stop(self) -> int:
         """End every process of the cluster; return how many there were."""
         return self.master.stop()
@@ -233,6 +260,15 @@ class OpenClawCluster:
             return "<OpenClawCluster: not running>"
         master = self.master
         return f"<OpenClawCluster {master.name}: {len(master.workers)} workers, {master.backend}>"
+
+
+def _what_failed(result: RunResult) -> str:
+    if result.first is None:
+        return f"The function ended on no rank as it should: {result.cause or 'it was interrupted'}."
+    failure = result.failures[result.first]
+    return f"rank {result.first} raised {failure.error_type}: {failure.message}\n" + "\n".join(
+        failure.traceback
+    )
 
 
 _session = Session()

@@ -26,6 +26,7 @@ _RENDEZVOUS_SECONDS = 600.0
 _POLL_SECONDS = 0.05
 _MAX_ATTEMPTS = 3
 _PATIENCE_SECONDS = 1.0
+_CLOSE_SECONDS = 10.0
 
 
 class Membership:
@@ -53,6 +54,7 @@ class Membership:
         self._ready = threading.Event()
         self._error: OpenClawError | None = None
         self._changed = threading.Condition()
+        self._forming = threading.Lock()
         self._mender: threading.Thread | None = None
         self._mend_again = False
         self._closing = False
@@ -147,10 +149,11 @@ class Membership:
             When it cannot be formed in several attempts.
         """
         problem = ""
-        for _ in range(_MAX_ATTEMPTS):
-            problem = self._try_to_form(numbers)
-            if not problem or self._closing:
-                return
+        with self._forming:  # a cell that wants other ranks and the mender may come at the same time
+            for _ in range(_MAX_ATTEMPTS):
+                problem = self._try_to_form(numbers)
+                if not problem or self._closing:
+                    return
         raise StartError(f"The process group could not be formed: {problem}")
 
     def _try_to_form(self, numbers: Sequence[int] | None) -> str:
@@ -329,7 +332,9 @@ class Membership:
         return notes
 
     def close(self) -> None:
-        """Stop mending."""
+        """Stop mending; no process is started after this returns."""
         self._closing = True
         with self._changed:
             self._changed.notify_all()
+        if self._mender is not None:
+            self._mender.join(_CLOSE_SECONDS)

@@ -45,7 +45,11 @@ class Post:
         own_tag = _FIRST_MESSAGE_TAG + next(self._numbers) % _NUM_MESSAGE_TAGS
         letter = _write_letter(own_tag, call, tensors[0])
         # The letter is kept alive by the returned work's caller until both are done.
-        return [self._inner.send([letter], peer, 2 * tag + 1), self._inner.send(tensors, peer, own_tag), letter]
+        return [
+            self._inner.send([letter], peer, 2 * tag + 1),
+            self._inner.send(tensors, peer, own_tag),
+            letter,
+        ]
 
     def begin_receive(self, peer: int | None, tag: int) -> tuple[Any, Tensor]:
         """Begin to receive a letter; ``peer`` None takes one from any rank."""
@@ -54,7 +58,9 @@ class Post:
             return self._inner.recv_anysource([letter], 2 * tag + 1), letter
         return self._inner.recv([letter], peer, 2 * tag + 1), letter
 
-    def finish_receive(self, work: Any, letter: Tensor, tensors: list[Tensor], call: str, peer: int | None) -> int:
+    def finish_receive(
+        self, work: Any, letter: Tensor, tensors: list[Tensor], call: str, peer: int | None
+    ) -> int:
         """Wait for the letter and then for its message; return the sender's rank.
 
         Raises

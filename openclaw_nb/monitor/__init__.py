@@ -1,0 +1,1 @@
+"""What the workers tell of their progress, kept and answered from: events in, histories out."""

@@ -1,0 +1,1 @@
+"""What a person types and sees in a notebook: magics, output, panel, figures."""
