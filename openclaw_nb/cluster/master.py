@@ -283,7 +283,8 @@ class MasterNode:
     def _on_run_finished(self, result: RunResult) -> None:
         busy = [self._run.ranks[r] for r in result.busy] if self._run else []
         if self._membership is not None:
-            self._membership.after_run(clean=result.ok, busy=busy)
+            # A release cuts the group's collectives, also when every rank came out well in the same instant.
+            self._membership.after_run(clean=result.ok and not result.cause, busy=busy)
 
     def interrupt(self) -> bool:
         """Stop what runs on the workers, state kept; return whether anything ran."""

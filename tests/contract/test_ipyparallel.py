@@ -16,6 +16,7 @@ from ipykernel.iostream import OutStream
 from ipykernel.kernelbase import Kernel
 from ipyparallel import Client, Cluster
 from ipyparallel.cluster import launcher
+from ipyparallel.controller import app as controller_app
 from ipyparallel.controller.app import IPController
 from ipyparallel.controller.heartmonitor import HeartMonitor
 from ipyparallel.engine import app as engine_app
@@ -83,12 +84,15 @@ def test_the_connection_file_names_what_a_further_session_needs() -> None:
 
 def test_the_cluster_starts_its_processes_as_we_ask() -> None:
     expected = {"profile_dir", "cluster_id", "controller_ip", "controller_args", "shutdown_atexit", "delay"}
-    assert expected | {"send_engines_connection_env", "engines", "log_level"} <= set(Cluster.class_trait_names())
+    assert expected | {"send_engines_connection_env", "engines", "log_level"} <= set(
+        Cluster.class_trait_names()
+    )
     assert {"n", "engine_set_id"} <= set(arguments(Cluster.start_engines))
     for method in (Cluster.start_controller, Cluster.start_engines):
         assert inspect.signature(method).parameters["kwargs"].kind is inspect.Parameter.VAR_KEYWORD
-    for name in ("start_controller_sync", "start_engines_sync", "connect_client_sync"):
-        assert callable(getattr(Cluster, name))
+    for name in ("start_controller", "start_engines", "connect_client"):  # "_sync" is put behind them
+        assert inspect.iscoroutinefunction(getattr(Cluster, name))
+    assert '"_sync"' in inspect.getsource(Cluster.__getattr__)
 
 
 def test_an_engine_set_takes_command_arguments_and_environment() -> None:
@@ -101,7 +105,7 @@ def test_an_engine_set_takes_command_arguments_and_environment() -> None:
 def test_the_controller_takes_our_arguments() -> None:
     assert "enable_curve" in IPController.class_trait_names()
     assert {"period", "max_heartmonitor_misses"} <= set(HeartMonitor.class_trait_names())
-    assert "nodb" in IPController.flags
+    assert "nodb" in controller_app.flags
 
 
 def test_an_engine_takes_its_number_and_waits_for_its_file() -> None:
@@ -128,7 +132,9 @@ def test_the_kernel_has_a_list_of_control_messages_and_looks_handlers_up_by_name
 def test_the_kernel_hands_metadata_to_do_execute() -> None:
     assert "cell_meta" in arguments(IPythonKernel.do_execute)
     assert arguments(WorkerKernel.do_execute) == arguments(IPythonKernel.do_execute)
-    assert '"cell_meta": cell_meta' in inspect.getsource(Kernel.execute_request).replace("'", '"')
+    source = inspect.getsource(Kernel.execute_request)
+    assert 'cell_meta = parent.get("metadata"' in source
+    assert 'do_execute_args["cell_meta"] = cell_meta' in source
 
 
 def test_the_kernel_asks_for_subshells_where_we_answer() -> None:

@@ -118,7 +118,7 @@ def test_a_strategy_cell() -> None:
         ("-s data_paralel", "There is no strategy 'data_paralel'. Did you mean 'data_parallel'?"),
         ("--strateg data", "Did you mean '--strategy'?"),
         ("-s data --split lodaer", "Did you mean 'loader'?"),
-        ("-s data --model a.b", "--model takes the name of a variable"),
+        ("-s data --model a-b", "--model takes names of variables"),
         ("-s data --sync-frequency 0", "'0' is not a whole number of at least 1"),
         ("--sync-frequency 10", "--sync-frequency needs a strategy"),
         ("--no-sync-batchnorm", "--no-sync-batchnorm needs a strategy"),
