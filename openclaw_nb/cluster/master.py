@@ -358,11 +358,10 @@ class MasterNode:
     def get_device_status(self) -> list[DeviceStatus]:
         """Return a record of each worker's device; a reading that does not exist is None."""
         run = self._run
-        places = {} if run is None or not run.running else {r: text for r, text, _ in run.who_waits_where()}
-        return [
-            self._status.read(worker, places.get(rank, ""))
-            for rank, worker in enumerate(self._members.workers)
-        ]
+        places: dict[int, str] = {}
+        if run is not None and run.running:
+            places = {run.ranks[rank]: text for rank, text, _ in run.who_waits_where() if rank in run.ranks}
+        return [self._status.read(w, places.get(w.number, "")) for w in self._members.workers]
 
     # ------------------------------------------------------------------------------------ what arrives
 

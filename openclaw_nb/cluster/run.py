@@ -145,7 +145,7 @@ class CellRun:
         self._cause = ""
         self._interrupted = False
         self._table: list[tuple[int, str, str]] = []
-        self._started = time.monotonic()
+        self._started = self._last_end = time.monotonic()
         self._done = threading.Event()
         self.result: RunResult | None = None
 
@@ -246,7 +246,10 @@ class CellRun:
             error = f"{reply.error_type}: {reply.message}" if mismatch else reply.error_type
             self._set(rank, phase=Phase.RAISED, error=error)
         else:
+            self._last_end = time.monotonic()
             self._set(rank, phase=Phase.DONE)
+            for other in self._views:
+                self._set(other, told_after_end_seconds=0.0)
 
     def _take_event(self, rank: int, event: Event) -> None:
         match event:
@@ -265,6 +268,7 @@ class CellRun:
                     waiting_seconds=event.seconds,
                     line=event.line,
                     code=event.code,
+                    told_after_end_seconds=time.monotonic() - self._last_end,
                 )
 
     def _since_release(self) -> float | None:

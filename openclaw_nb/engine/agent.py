@@ -147,8 +147,8 @@ class Agent:
         finally:
             with self._lock:
                 self._running = None
-            sys.stdout.flush()
-            sys.stderr.flush()
+            self._show_pages()
+            self.outbox.drain()
             num_batches, entries = self.outbox.end()
         value = {"num_batches": num_batches, "entries": entries, **report}
         if outcome.error is None:
@@ -160,6 +160,13 @@ class Agent:
             interrupted=isinstance(outcome.error, KeyboardInterrupt),
             value=value,
         )
+
+    def _show_pages(self) -> None:
+        """Show what ``?`` and ``%page`` would open in a pager."""
+        for payload in self._shell.payload_manager.read_payload():
+            if payload.get("source") == "page":
+                self.outbox.add("display", payload["data"], {}, None, False)
+        self._shell.payload_manager.clear_payload()
 
     async def _run_under_strategy(self, command: RunCell) -> tuple[Outcome, dict[str, Any]]:
         report: dict[str, Any] = {}

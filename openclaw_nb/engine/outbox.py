@@ -20,14 +20,17 @@ from typing import Any
 from IPython.core.displayhook import DisplayHook
 from IPython.core.displaypub import DisplayPublisher
 
+from openclaw_nb.engine.progress_bars import use_text_bars
 from openclaw_nb.protocol import codec
 from openclaw_nb.protocol.messages import Event, Shown
 
 TOPIC = b"openclaw."
 HEAD_CHARACTERS = 200_000
-TAIL_CHARACTERS = 20_000
+TAIL_CHARACTERS = 10_000
 _FLUSH_SECONDS = 0.05
-_TAIL_SECONDS = 0.5
+_TAIL_SECONDS = 1.0
+_DRAIN_SECONDS = 0.2
+_MARK = "\0openclaw\0"
 
 
 class _Flood:
@@ -53,6 +56,28 @@ class _Flood:
         return text[text.find("\n") + 1 :] if self.num_lines else text
 
 
+class _Mark:
+    """Looks for the mark in what comes; it may come in pieces."""
+
+    def __init__(self) -> None:
+        self.seen = threading.Event()
+        self._held = ""
+
+    def take(self, text: str) -> str:
+        """Return the text without the mark."""
+        text = self._held + text
+        self._held = ""
+        before, found, after = text.partition(_MARK)
+        if found:
+            self.seen.set()
+            return before + after
+        for length in range(min(len(_MARK) - 1, len(text)), 0, -1):
+            if _MARK.startswith(text[-length:]):
+                self._held = text[-length:]
+                return text[:-length]
+        return text
+
+
 class Outbox:
     """Collects what the running cell shows and sends it in batches.
 
@@ -72,6 +97,7 @@ class Outbox:
         self._seq = 0
         self._tail_sent = 0.0
         self._wake = threading.Event()
+        self._marks: dict[str, _Mark] = {}
         threading.Thread(target=self._send_loop, name="openclaw-outbox", daemon=True).start()
 
     # -------------------------------------------------------------------------------------- a run
@@ -90,6 +116,19 @@ class Outbox:
             self._run_id = ""
             return self._seq, entries
 
+    def drain(self) -> None:
+        """Wait until what child processes and C code wrote to the descriptors has come here.
+
+        A thread of ipykernel reads it from a pipe; a mark sent down the same pipe tells that all before it is read.
+        """
+        piped = {"stdout": 1, "stderr": 2}
+        self._marks = {name: _Mark() for name in piped if getattr(getattr(sys, name), "_fid", None) is not None}
+        for name in self._marks:
+            os.write(piped[name], _MARK.encode())
+        for mark in self._marks.values():
+            mark.seen.wait(_DRAIN_SECONDS)
+        self._marks = {}
+
     # ------------------------------------------------------------------------------------ what is shown
 
     def write(self, name: str, text: str) -> int:
@@ -97,6 +136,11 @@ class Outbox:
         if os.getpid() != self._owner:  # a forked child, such as a loader's worker: its parent reads the pipe
             os.write(1 if name == "stdout" else 2, text.encode(errors="replace"))
             return len(text)
+        mark = self._marks.get(name)
+        if mark is not None:
+            text = mark.take(text)
+            if not text:
+                return 0
         with self._lock:
             if not self._run_id:
                 # The engine's own log, or a thread that outlived its cell: it must not land in a later one.
@@ -231,3 +275,4 @@ def capture(outbox: Outbox, shell: Any) -> None:
     )
     shell.displayhook.outbox = outbox
     shell.display_trap.hook = shell.displayhook
+    use_text_bars()

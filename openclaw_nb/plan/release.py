@@ -45,9 +45,18 @@ class RankView:
     line: int = 0
     code: str = ""
     error: str = ""
+    told_after_end_seconds: float = 0.0
 
     def located(
-        self, *, call: str, group: str, number: int, waiting_seconds: float, line: int, code: str
+        self,
+        *,
+        call: str,
+        group: str,
+        number: int,
+        waiting_seconds: float,
+        line: int,
+        code: str,
+        told_after_end_seconds: float = 0.0,
     ) -> RankView:
         """Return this view with a newer place."""
         return replace(
@@ -58,6 +67,7 @@ class RankView:
             waiting_seconds=waiting_seconds,
             line=line,
             code=code,
+            told_after_end_seconds=told_after_end_seconds,
         )
 
     @property
@@ -119,7 +129,11 @@ def _failure(ranks: Mapping[int, RankView]) -> str:
 
 def _ended(ranks: Mapping[int, RankView], running: Mapping[int, RankView]) -> str:
     over = {rank: view.phase for rank, view in ranks.items() if view.phase in (Phase.DONE, Phase.ABSENT)}
-    if not over or not all(v.call and v.waiting_seconds > ENDED_SECONDS for v in running.values()):
+    # What was told before the last rank ended is old news: that end may be what the others waited for.
+    waits = all(
+        v.call and min(v.waiting_seconds, v.told_after_end_seconds) > ENDED_SECONDS for v in running.values()
+    )
+    if not over or not waits:
         return ""
     rank, view = next(iter(running.items()))
     other, phase = next(iter(over.items()))

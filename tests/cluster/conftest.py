@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -47,24 +48,26 @@ class Lab:
         return self.master.pull([name], rank)[name]
 
 
+def a_lab(num_workers: int) -> Iterator[Lab]:
+    # Under this variable ipykernel does not capture what is written to file descriptors.
+    os.environ.pop("PYTEST_CURRENT_TEST", None)
+    master = MasterNode()
+    master.start()
+    master.start_workers(cpu_devices(num_workers))
+    yield Lab(master)
+    master.stop()
+
+
 @pytest.fixture(scope="session")
 def lab() -> Iterator[Lab]:
     torch.set_num_threads(1)
-    master = MasterNode()
-    master.start()
-    master.start_workers(cpu_devices(4))
-    yield Lab(master)
-    master.stop()
+    yield from a_lab(4)
 
 
 @pytest.fixture(scope="session")
 def pair() -> Iterator[Lab]:
     """Two workers, for tests that may break them."""
-    master = MasterNode()
-    master.start()
-    master.start_workers(cpu_devices(2))
-    yield Lab(master)
-    master.stop()
+    yield from a_lab(2)
 
 
 def single_device(setup: str, loop: str) -> dict[str, Any]:

@@ -210,6 +210,8 @@ def test_ranks_that_wait_for_each_other(lab: Lab) -> None:
 
 def test_a_rank_that_is_only_slow_is_no_cause(lab: Lab) -> None:
     lab.good("import time\ntime.sleep(3.5 if rank == 0 else 0)\ndist.barrier()")
+    # Rank 0 waits for rank 1 for two seconds; both leave, and rank 1 ends its cell while rank 0 computes on.
+    lab.good("if rank == 1: time.sleep(2.2)\ndist.barrier()\nif rank == 0: time.sleep(2)")
 
 
 def test_python_code_that_waits_in_nothing_ends_too(lab: Lab) -> None:

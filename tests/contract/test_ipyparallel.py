@@ -11,8 +11,8 @@ import inspect
 from typing import Any
 
 import pytest
-from ipykernel.ipkernel import IPythonKernel
 from ipykernel.iostream import OutStream
+from ipykernel.ipkernel import IPythonKernel
 from ipykernel.kernelbase import Kernel
 from ipyparallel import Client, Cluster
 from ipyparallel.cluster import launcher
