@@ -76,10 +76,7 @@ def lab_page(tmp_path: Path) -> Iterator[Any]:
                 page = browser.new_page(viewport={"width": 1200, "height": 1400})
                 page.goto(f"http://127.0.0.1:{port}/lab/tree/work.ipynb?token={token}&reset")
                 page.wait_for_selector(".jp-Notebook .jp-CodeCell", timeout=60_000)
-                page.wait_for_selector(
-                    "[data-status='idle'], .jp-Notebook-ExecutionIndicator[data-status='idle']",
-                    timeout=60_000,
-                )
+                page.wait_for_selector("#jp-main-statusbar:has-text('| Idle')", timeout=60_000)
                 yield page
                 browser.close()
         finally:
@@ -104,8 +101,13 @@ def test_panel_and_stop_button(lab_page: Any) -> None:
     cells = page.locator(".jp-CodeCell")
 
     def start(number: int) -> None:
-        cells.nth(number).locator(".cm-content").click()
-        page.keyboard.press("Control+Enter")
+        """Press Control-Enter until the cell begins: JupyterLab drops it while it still connects."""
+        for _ in range(10):
+            cells.nth(number).locator(".cm-content").click()
+            page.keyboard.press("Control+Enter")
+            page.wait_for_timeout(1000)
+            if prompt(number) != "[ ]:":
+                return
 
     def prompt(number: int) -> str:
         return str(cells.nth(number).locator(".jp-InputArea-prompt").inner_text())

@@ -1,0 +1,177 @@
+"""Averaged gradients, against closed forms: the loss of rank r is (r + 1) * sum of the parameters.
+
+Its gradient is r + 1 everywhere, so that the average over N ranks is (N + 1) / 2.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from openclaw_nb.engine.collectives import ReleasableGroup
+from openclaw_nb.engine.ranks import Ranks
+from openclaw_nb.engine.reducer import GradientReducer
+
+from .conftest import OnRanks
+
+NO_MESSAGE = torch.zeros(1, dtype=torch.float64)
+
+
+def parameters(*shapes: tuple[int, ...], dtype: torch.dtype = torch.float32) -> list[nn.Parameter]:
+    return [nn.Parameter(torch.zeros(shape, dtype=dtype)) for shape in shapes]
+
+
+def run_pass(reducer: GradientReducer, loss: torch.Tensor, factor: float) -> None:
+    reducer.begin(factor)
+    loss.backward()
+    reducer.finish(NO_MESSAGE)
+    reducer.set_gradients()
+
+
+def values(group: list[nn.Parameter]) -> list[list[float] | None]:
+    return [None if p.grad is None else p.grad.flatten().tolist() for p in group]
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+@pytest.mark.parametrize("bucket_bytes", [1, 100, 10_000_000], ids=["one each", "some", "one"])
+def test_gradients_are_averaged_whatever_the_buckets(
+    on_ranks: OnRanks, num_ranks: int, bucket_bytes: int
+) -> None:
+    def body(group: ReleasableGroup) -> list[Any]:
+        own = parameters((3,), (2, 5), (), (40,), (1, 1))
+        reducer = GradientReducer(own, Ranks(group), bucket_bytes=bucket_bytes)
+        for _ in range(2):
+            for parameter in own:
+                parameter.grad = None
+            loss = sum(p.sum() for p in own) * (group.rank() + 1)
+            run_pass(reducer, loss, 1 / num_ranks)
+        return values(own)
+
+    expected = [[(num_ranks + 1) / 2] * size for size in (3, 10, 1, 40, 1)]
+    assert on_ranks(body, num_ranks) == [expected] * num_ranks
+
+
+def test_gradients_accumulate_over_passes_as_on_one_device(on_ranks: OnRanks) -> None:
+    def body(group: ReleasableGroup) -> list[Any]:
+        own = parameters((2,), (2,))
+        reducer = GradientReducer(own, Ranks(group), bucket_bytes=1)
+        for scale in (1.0, 10.0, 100.0):
+            run_pass(reducer, sum(p.sum() for p in own) * scale * (group.rank() + 1), 0.5)
+        return values(own)
+
+    assert on_ranks(body) == [[[166.5] * 2] * 2] * 2
+
+
+def test_a_parameter_that_one_rank_used_is_averaged_with_nothing(on_ranks: OnRanks) -> None:
+    def body(group: ReleasableGroup) -> list[Any]:
+        own = parameters((2,), (2,), (2,))
+        reducer = GradientReducer(own, Ranks(group))
+        run_pass(reducer, own[0].sum() + (own[1].sum() if group.rank() else 0.0), 0.5)
+        return values(own)
+
+    assert on_ranks(body) == [[[1.0, 1.0], [0.5, 0.5], None]] * 2
+
+
+def test_a_parameter_that_no_rank_used_keeps_the_gradient_that_it_was_given(on_ranks: OnRanks) -> None:
+    def body(group: ReleasableGroup) -> list[Any]:
+        own = parameters((2,), (2,))
+        own[1].grad = torch.full((2,), 7.0)
+        run_pass(GradientReducer(own, Ranks(group)), own[0].sum(), 0.5)
+        return values(own)
+
+    assert on_ranks(body) == [[[1.0, 1.0], [7.0, 7.0]]] * 2
+
+
+def test_the_message_is_summed_in_its_own_precision(on_ranks: OnRanks) -> None:
+    def body(group: ReleasableGroup) -> list[float]:
+        own = parameters((2,))
+        reducer = GradientReducer(own, Ranks(group))
+        reducer.begin(0.5)
+        own[0].sum().backward()
+        message = torch.tensor([1.0, 1e-12 * (group.rank() + 1)], dtype=torch.float64)
+        total = reducer.finish(message)
+        assert message[0] == 1.0
+        return (total - torch.tensor([2.0, 0.0])).tolist()
+
+    for row in on_ranks(body):
+        assert row == pytest.approx([0.0, 3e-12], rel=1e-9)
+
+
+def test_types_are_kept_apart_and_frozen_parameters_left_out(on_ranks: OnRanks) -> None:
+    def body(group: ReleasableGroup) -> list[Any]:
+        own = [*parameters((2,)), *parameters((2,), dtype=torch.float64), *parameters((2,))]
+        own[2].requires_grad_(False)
+        reducer = GradientReducer(own, Ranks(group))
+        assert reducer.parameters == own[:2]
+        run_pass(reducer, (own[0].sum() + own[1].sum()) * (group.rank() + 1), 0.5)
+        return [own[0].grad.dtype, own[1].grad.dtype, *values(own)]
+
+    assert on_ranks(body) == [[torch.float32, torch.float64, [1.5, 1.5], [1.5, 1.5], None]] * 2
+
+
+@pytest.mark.parametrize(
+    "lay_out",
+    [
+        lambda t: t,
+        lambda t: t.contiguous(memory_format=torch.channels_last),
+        lambda t: t.transpose(0, 1),
+        lambda t: t.expand(2, 3, 4, 5),
+    ],
+    ids=["contiguous", "channels last", "transposed", "expanded"],
+)
+def test_gradients_match_their_parameter_in_place(on_ranks: OnRanks, lay_out: Any) -> None:
+    def body(group: ReleasableGroup) -> None:
+        own = nn.Parameter(lay_out(torch.zeros(2, 3, 4, 5)))
+        weights = torch.arange(120.0).reshape(own.shape)
+        reducer = GradientReducer([own], Ranks(group))
+        run_pass(reducer, (own * weights).sum() * (group.rank() + 1), 0.5)
+        assert own.grad is not None
+        assert torch.equal(own.grad, weights * 1.5)
+        if own.is_contiguous(memory_format=torch.channels_last):
+            assert own.grad.stride() == own.stride()
+
+    on_ranks(body)
+
+
+def test_a_gradient_outside_of_an_announced_pass_strays(on_ranks: OnRanks) -> None:
+    def body(group: ReleasableGroup) -> None:
+        own = parameters((2,))
+        reducer = GradientReducer(own, Ranks(group))
+        run_pass(reducer, own[0].sum(), 1.0)
+        assert not reducer.strayed
+        own[0].sum().backward()
+        assert reducer.strayed
+
+    on_ranks(body, 1)
+
+
+def test_dropped_gradients_are_none(on_ranks: OnRanks) -> None:
+    def body(group: ReleasableGroup) -> list[Any]:
+        own = parameters((2,), (2,))
+        reducer = GradientReducer(own, Ranks(group))
+        reducer.begin(1.0)
+        sum(p.sum() for p in own).backward()
+        reducer.drop_gradients()
+        return values(own)
+
+    assert on_ranks(body, 1) == [[None, None]]
+
+
+def test_after_removal_gradients_are_tensors_of_their_own_and_nothing_is_followed(on_ranks: OnRanks) -> None:
+    def body(group: ReleasableGroup) -> None:
+        own = parameters((2,), (3,))
+        reducer = GradientReducer(own, Ranks(group))
+        run_pass(reducer, sum(p.sum() for p in own), 1.0)
+        reducer.remove()
+        storages = {p.grad.untyped_storage().data_ptr() for p in own}
+        assert len(storages) == 2
+        assert values(own) == [[1.0] * 2, [1.0] * 3]
+        assert not any(p._post_accumulate_grad_hooks for p in own)
+        own[0].sum().backward()
+        assert not reducer.strayed
+        assert values(own) == [[2.0] * 2, [1.0] * 3]
+
+    on_ranks(body, 1)
