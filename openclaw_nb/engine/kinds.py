@@ -20,7 +20,7 @@ from openclaw_nb.engine.loss import LossKind, Recorder, find_disagreement
 MAX_SCALARS = 16
 MAX_CONSTANTS = 6
 _VOTES = ("mean", "sum", "unknown", "none")
-_HEAD = len(_VOTES) + 2
+_HEAD = len(_VOTES) + 1
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Vote:
 
 def message_size(num_ranks: int) -> int:
     """Return the vector's length."""
-    return _HEAD + 2 * MAX_SCALARS + num_ranks * (MAX_CONSTANTS + 1)
+    return _HEAD + MAX_SCALARS + num_ranks * (MAX_CONSTANTS + 1)
 
 
 class KindCache:
@@ -74,20 +74,18 @@ class KindCache:
         return kind
 
 
-def pack(vote: Vote, rank: int, num_ranks: int, num_local: int, root: Tensor) -> Tensor:
-    """Return this rank's summand of the vector."""
-    vector = torch.zeros(message_size(num_ranks), dtype=torch.float64)
-    vector[_VOTES.index(vote.kind.name)] = 1
-    vector[len(_VOTES)] = num_local
+def pack(vote: Vote, rank: int, num_ranks: int, num_local: int) -> Tensor:
+    """Return this rank's summand of the vector, float64 of `message_size` values."""
+    vector = [0.0] * message_size(num_ranks)
+    vector[_VOTES.index(vote.kind.name)] = 1.0
+    vector[len(_VOTES)] = float(num_local)
     for i, (scalar, kind) in enumerate(vote.scalars):
-        value = float(scalar.detach())
-        weight = num_local if kind.name == "mean" else float(num_local > 0)
-        vector[_HEAD + 2 * i] = value * weight if num_local else 0.0
-        vector[_HEAD + 2 * i + 1] = {"mean": 1.0, "sum": 2.0}.get(kind.name, 0.0) if num_local else 0.0
-    start = _HEAD + 2 * MAX_SCALARS + rank * (MAX_CONSTANTS + 1)
-    vector[start] = len(vote.constants) if num_local else -1
-    vector[start + 1 : start + 1 + len(vote.constants)] = torch.tensor(vote.constants, dtype=torch.float64)
-    return vector
+        weight = num_local if kind.name == "mean" else 1
+        vector[_HEAD + i] = float(scalar.detach()) * weight if num_local else 0.0
+    start = _HEAD + MAX_SCALARS + rank * (MAX_CONSTANTS + 1)
+    vector[start] = len(vote.constants) if num_local else -1.0
+    vector[start + 1 : start + 1 + len(vote.constants)] = vote.constants
+    return torch.tensor(vector, dtype=torch.float64)
 
 
 def check(total: Tensor, vote: Vote, num_ranks: int, shares: list[int]) -> None:
@@ -113,7 +111,7 @@ def check(total: Tensor, vote: Vote, num_ranks: int, shares: list[int]) -> None:
 
 
 def _check_constants(total: Tensor, num_ranks: int, shares: list[int]) -> None:
-    rows = total[_HEAD + 2 * MAX_SCALARS :].view(num_ranks, MAX_CONSTANTS + 1).tolist()
+    rows = total[_HEAD + MAX_SCALARS :].view(num_ranks, MAX_CONSTANTS + 1).tolist()
     given = [
         (row[1 : 1 + int(row[0])], share) for row, share in zip(rows, shares, strict=True) if row[0] >= 0
     ]
@@ -131,7 +129,7 @@ def global_values(total: Tensor, vote: Vote) -> list[tuple[Tensor, float]]:
     num_global = float(total[len(_VOTES)])
     found = []
     for i, (scalar, kind) in enumerate(vote.scalars):
-        value = float(total[_HEAD + 2 * i])
+        value = float(total[_HEAD + i])
         if kind.name == "mean" and num_global:
             found.append((scalar, value / num_global))
         elif kind.name == "sum":

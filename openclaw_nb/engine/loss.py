@@ -20,6 +20,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import itertools
+import math
 import operator
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -328,12 +329,15 @@ def find_disagreement(constants: Sequence[Sequence[float]], num_samples: Sequenc
     for position, column in enumerate(itertools.zip_longest(*constants)):
         if None in column:
             return position
-        values = torch.tensor(column, dtype=torch.float64)
-        each = values / torch.tensor(num_samples, dtype=torch.float64)
-        per = values * torch.tensor(num_samples, dtype=torch.float64)  # a factor of 1 / size
-        if not any(torch.allclose(row, row[:1].expand_as(row), rtol=1e-4) for row in (values, each, per)):
+        each = [value / size for value, size in zip(column, num_samples, strict=True)]
+        per = [value * size for value, size in zip(column, num_samples, strict=True)]  # a factor of 1 / size
+        if not any(_all_close(row) for row in (column, each, per)):
             return position
     return None
+
+
+def _all_close(row: Sequence[float]) -> bool:
+    return all(math.isclose(value, row[0], rel_tol=1e-4, abs_tol=1e-8) for value in row)
 
 
 def untrack_tree(tree: Any) -> Any:

@@ -1,7 +1,7 @@
 """Averages gradients over the ranks while the backward pass still runs.
 
     parameter's gradient is ready ──> copied (divided) into its bucket ──> bucket full ──> all-reduce begins
-    backward returns ──> the last bucket goes, with what else the ranks must agree on ──> gradients are set
+    backward returns ──> what is left goes, all is waited for ──> gradients are set
 
 Buckets follow the order in which gradients appear (last layer first), as in Li et al., "PyTorch Distributed:
 Experiences on Accelerating Data Parallel Training", VLDB 2020. A parameter that no rank used keeps the
@@ -23,6 +23,9 @@ from openclaw_nb.engine.collectives import PendingWork
 from openclaw_nb.engine.ranks import Ranks
 
 BUCKET_BYTES = 25 * 1024 * 1024
+# The first bucket is small, so that there is something to send early in the backward pass.
+_FIRST_BUCKET_BYTES = 1024 * 1024
+_SMALL = 16_384
 
 
 @dataclass
@@ -68,6 +71,8 @@ class GradientReducer:
         self._enabled = False
         self._launched = 0
         self.strayed = False
+        self._message = torch.zeros(0)
+        self._message_work: PendingWork | None = None
         self.parameters = [p for p in parameters if p.requires_grad]
         self._buckets = _fill_buckets(list(reversed(self.parameters)), bucket_bytes)
         self._place = {
@@ -80,71 +85,70 @@ class GradientReducer:
         """Bytes that one reduction sends through each rank's buckets."""
         return sum(b.flat.numel() * b.flat.element_size() for b in self._buckets)
 
-    def begin(self, factor: float) -> None:
-        """Expect a backward pass whose gradients are to be summed, times ``factor``."""
+    def begin(self, factor: float, message: Tensor) -> None:
+        """Expect a backward pass whose gradients are to be summed, times ``factor``.
+
+        Parameters
+        ----------
+        factor : float
+            What each rank's gradients are multiplied by.
+        message : Tensor
+            float64, the same size on every rank; `finish` returns its sum over the ranks.
+        """
         self._factor = factor
         self._enabled = True
         self._launched = 0
         for bucket in self._buckets:
             bucket.ready.clear()
             bucket.work = None
+        self._message = message
+        self._message_work = self._ranks.start_sum(message)
 
     def _on_ready(self, parameter: Tensor) -> None:
         if not self._enabled:
             self.strayed = True
             return
         bucket, place = self._place[id(parameter)]
-        self._copy_in(bucket, place)
+        bucket.ready.add(place)
+        if parameter.numel() > _SMALL:
+            torch.mul(parameter.grad, self._factor, out=bucket.views[place])  # type: ignore[call-overload]
         if len(bucket.ready) == len(bucket.parameters):
             self._launch_in_order()
 
-    def _copy_in(self, bucket: _Bucket, place: int) -> None:
-        gradient = bucket.parameters[place].grad
-        assert gradient is not None
-        torch.mul(gradient, self._factor, out=bucket.views[place])
-        bucket.ready.add(place)
-
     def _launch_in_order(self) -> None:
-        """Start full buckets, in the same order on every rank; the last one waits for `finish`."""
-        while self._launched < len(self._buckets) - 1:
+        """Start full buckets, in the same order on every rank."""
+        while self._launched < len(self._buckets):
             bucket = self._buckets[self._launched]
             if len(bucket.ready) < len(bucket.parameters):
                 return
             self._launch(bucket)
 
     def _launch(self, bucket: _Bucket) -> None:
+        self._copy_small(bucket)
         used = [1.0 if i in bucket.ready else 0.0 for i in range(len(bucket.parameters))]
         bucket.counts.copy_(torch.tensor(used))
-        for i, view in enumerate(bucket.views):
-            if i not in bucket.ready:
-                view.zero_()
+        if len(bucket.ready) < len(bucket.parameters):
+            torch._foreach_zero_([v for i, v in enumerate(bucket.views) if i not in bucket.ready])
         bucket.work = self._ranks.start_sum(bucket.flat)
         self._launched += 1
 
-    def finish(self, message: Tensor) -> Tensor:
-        """Start what is left, wait, and set the gradients.
+    def _copy_small(self, bucket: _Bucket) -> None:
+        """Copy what `_on_ready` left: one call for many small gradients costs less than one each."""
+        small = [i for i in bucket.ready if bucket.parameters[i].numel() <= _SMALL]
+        if small:
+            views = [bucket.views[i] for i in small]
+            torch._foreach_copy_(views, [bucket.parameters[i].grad for i in small])
+            torch._foreach_mul_(views, self._factor)
 
-        Parameters
-        ----------
-        message : Tensor
-            float64; the same size on every rank.
-
-        Returns
-        -------
-        Tensor
-            The message, summed over the ranks.
-        """
+    def finish(self) -> Tensor:
+        """Start what is left, wait for everything; return the message, summed over the ranks."""
         self._enabled = False
         while self._launched < len(self._buckets):
             self._launch(self._buckets[self._launched])
-        total = message.clone()
-        work = self._ranks.start_sum(total)
-        for bucket in self._buckets:
-            if bucket.work is not None:
-                bucket.work.wait()
-        if work is not None:
-            work.wait()
-        return total
+        for work in (self._message_work, *(bucket.work for bucket in self._buckets)):
+            if work is not None:
+                work.wait()
+        return self._message
 
     def set_gradients(self) -> None:
         """Give each parameter that some rank used its averaged gradient."""
@@ -175,7 +179,8 @@ def _fill_buckets(parameters: Sequence[torch.nn.Parameter], bucket_bytes: int) -
     size = 0
     for parameter in parameters:
         same = bool(buckets) and _kind(buckets[-1][0]) == _kind(parameter)
-        if not same or size >= bucket_bytes:
+        limit = bucket_bytes if len(buckets) > 1 else min(bucket_bytes, _FIRST_BUCKET_BYTES)
+        if not same or size >= limit:
             buckets.append([])
             size = 0
         buckets[-1].append(parameter)

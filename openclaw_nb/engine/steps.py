@@ -131,7 +131,8 @@ class StepEngine:
 
     def _new_reducer(self) -> GradientReducer:
         found = {id(p): p for model in self._objects.models.values() for p in model.parameters()}
-        return GradientReducer(list(found.values()), self._ranks)
+        self._parameters = list(found.values())
+        return GradientReducer(self._parameters, self._ranks)
 
     # ---------------------------------------------------------------------------------- the batch
 
@@ -242,7 +243,8 @@ class StepEngine:
         self._weight = self._weight_of(vote.kind)
         if boundary:
             self._window.give_back(self._reducer.parameters)
-            self._reducer.begin(self._window.factor / self._ranks.size)
+            message = kinds.pack(vote, self._ranks.rank, self._ranks.size, self._num_local())
+            self._reducer.begin(self._window.factor / self._ranks.size, message)
         try:
             self._backward(root, given, retain_graph)
         except BaseException:
@@ -265,11 +267,9 @@ class StepEngine:
         if not boundary:
             self._window.keep(self._reducer.parameters)
             return
-        size = self._ranks.size
-        message = kinds.pack(vote, self._ranks.rank, size, self._num_local(), root)
-        total = self._reducer.finish(message)
+        total = self._reducer.finish()
         try:
-            kinds.check(total, vote, size, self._shares())
+            kinds.check(total, vote, self._ranks.size, self._shares())
         except RefusedError:
             self._reducer.drop_gradients()
             raise
@@ -332,8 +332,7 @@ class StepEngine:
 
     def _check_parameters(self) -> None:
         """Follow parameters that were frozen or thawed since the last step."""
-        now = [p for m in self._objects.models.values() for p in m.parameters() if p.requires_grad]
-        if len({id(p) for p in now}) != len(self._reducer.parameters):
+        if sum(p.requires_grad for p in self._parameters) != len(self._reducer.parameters):
             self._reducer.remove()
             self._reducer = self._new_reducer()
 

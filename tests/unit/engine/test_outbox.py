@@ -128,9 +128,8 @@ def test_other_events_go_at_once(kernel: Recorder, outbox: Outbox) -> None:
     assert [sent.event for sent in kernel.sent] == [event]
 
 
-def test_a_forked_child_writes_to_the_descriptor(
-    kernel: Recorder, outbox: Outbox, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.filterwarnings("ignore:.*multi-threaded:DeprecationWarning")
+def test_a_forked_child_writes_to_the_descriptor(kernel: Recorder, outbox: Outbox) -> None:
     """As a data loader's worker process does; its parent reads the other end."""
     outbox.begin("r-1")
     reader, writer = os.pipe()
