@@ -60,6 +60,7 @@ class Agent:
         self._running: RunCell | None = None
         self._released = ""
         self._captured = False
+        self._beater: threading.Thread | None = None
         self._lock = threading.Lock()
 
     # --------------------------------------------------------------------------------- in order
@@ -141,7 +142,9 @@ class Agent:
         with self._lock:
             self._running = command
         self.outbox.begin(command.run_id)
-        threading.Thread(target=self._beat, args=(command,), name="openclaw-beat", daemon=True).start()
+        if self._beater is None:
+            self._beater = threading.Thread(target=self._beat, name="openclaw-beat", daemon=True)
+            self._beater.start()
         try:
             outcome, report = await self._run_under_strategy(command)
         finally:
@@ -251,13 +254,15 @@ class Agent:
 
     # ------------------------------------------------------------------------------------- whereabouts
 
-    def _beat(self, command: RunCell) -> None:
-        """Tell where the cell is, twice a second while it runs."""
+    def _beat(self) -> None:
+        """Tell where the cell is, twice a second while one runs."""
+        before: RunCell | None = None
         while True:
             time.sleep(_BEAT_SECONDS)
-            if self._running is not command:
-                return
-            self.outbox.publish(self._whereabouts(command))
+            running = self._running
+            if running is not None and running is before:
+                self.outbox.publish(self._whereabouts(running))
+            before = running
 
     def _whereabouts(self, command: RunCell) -> Whereabouts:
         wait = self._group.current_wait() if self._group else None

@@ -6,6 +6,7 @@ Knows IPython's shell and the cell's own lines; does not know groups, strategies
 from __future__ import annotations
 
 import asyncio
+import re
 import signal
 import sys
 import threading
@@ -14,6 +15,8 @@ from types import FrameType
 from typing import Any
 
 from openclaw_nb.core.errors import OpenClawError, ReleasedError
+
+_ASYNC = re.compile(r"\b(await|async)\b")
 
 
 @dataclass(frozen=True)
@@ -74,7 +77,8 @@ class CellRunner:
 
     async def _run_cell(self, source: str, transformed: str) -> Any:
         shell = self._shell
-        if not shell.should_run_async(source, transformed_cell=transformed):
+        # Whether there is an await at the top level takes compiling to tell, a word does not.
+        if not _ASYNC.search(source) or not shell.should_run_async(source, transformed_cell=transformed):
             self._enter_user_code(None)
             return shell.run_cell(source, store_history=False)
         coroutine = shell.run_cell_async(source, store_history=False, transformed_cell=transformed)

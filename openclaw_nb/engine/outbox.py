@@ -20,6 +20,7 @@ from typing import Any
 from IPython.core.displayhook import DisplayHook
 from IPython.core.displaypub import DisplayPublisher
 
+from openclaw_nb.engine.descriptors import PipeReader
 from openclaw_nb.engine.progress_bars import use_text_bars
 from openclaw_nb.protocol import codec
 from openclaw_nb.protocol.messages import Event, Shown
@@ -29,8 +30,6 @@ HEAD_CHARACTERS = 200_000
 TAIL_CHARACTERS = 10_000
 _FLUSH_SECONDS = 0.05
 _TAIL_SECONDS = 1.0
-_DRAIN_SECONDS = 0.2
-_MARK = "\0openclaw\0"
 
 
 class _Flood:
@@ -56,28 +55,6 @@ class _Flood:
         return text[text.find("\n") + 1 :] if self.num_lines else text
 
 
-class _Mark:
-    """Looks for the mark in what comes; it may come in pieces."""
-
-    def __init__(self) -> None:
-        self.seen = threading.Event()
-        self._held = ""
-
-    def take(self, text: str) -> str:
-        """Return the text without the mark."""
-        text = self._held + text
-        self._held = ""
-        before, found, after = text.partition(_MARK)
-        if found:
-            self.seen.set()
-            return before + after
-        for length in range(min(len(_MARK) - 1, len(text)), 0, -1):
-            if _MARK.startswith(text[-length:]):
-                self._held = text[-length:]
-                return text[:-length]
-        return text
-
-
 class Outbox:
     """Collects what the running cell shows and sends it in batches.
 
@@ -97,7 +74,7 @@ class Outbox:
         self._seq = 0
         self._tail_sent = 0.0
         self._wake = threading.Event()
-        self._marks: dict[str, _Mark] = {}
+        self._readers: list[PipeReader] = []
         threading.Thread(target=self._send_loop, name="openclaw-outbox", daemon=True).start()
 
     # -------------------------------------------------------------------------------------- a run
@@ -117,17 +94,14 @@ class Outbox:
             return self._seq, entries
 
     def drain(self) -> None:
-        """Wait until what child processes and C code wrote to the descriptors has come here.
+        """Take in what child processes and C code have written to the descriptors so far."""
+        for reader in self._readers:
+            reader.drain()
 
-        A thread of ipykernel reads it from a pipe; a mark sent down the same pipe tells that all before it is read.
-        """
-        piped = {"stdout": 1, "stderr": 2}
-        self._marks = {name: _Mark() for name in piped if getattr(getattr(sys, name), "_fid", None) is not None}
-        for name in self._marks:
-            os.write(piped[name], _MARK.encode())
-        for mark in self._marks.values():
-            mark.seen.wait(_DRAIN_SECONDS)
-        self._marks = {}
+    def read_descriptors(self, stream: Any, name: str) -> None:
+        """Take over the pipe behind a stream, if ipykernel has put one there."""
+        if getattr(stream, "_fid", None) is not None:
+            self._readers.append(PipeReader(stream, lambda text: self.write(name, text)))
 
     # ------------------------------------------------------------------------------------ what is shown
 
@@ -136,11 +110,6 @@ class Outbox:
         if os.getpid() != self._owner:  # a forked child, such as a loader's worker: its parent reads the pipe
             os.write(1 if name == "stdout" else 2, text.encode(errors="replace"))
             return len(text)
-        mark = self._marks.get(name)
-        if mark is not None:
-            text = mark.take(text)
-            if not text:
-                return 0
         with self._lock:
             if not self._run_id:
                 # The engine's own log, or a thread that outlived its cell: it must not land in a later one.
@@ -264,9 +233,8 @@ def capture(outbox: Outbox, shell: Any) -> None:
     """Let everything that this process shows go through ``outbox``."""
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
-        # ipykernel's stream also reads what child processes and C code write to the descriptor
-        # and passes it to its own write.
         stream.write = lambda text, name=name: outbox.write(name, text)
+        outbox.read_descriptors(stream, name)
     shell.display_pub = OutboxPublisher(parent=shell, shell=shell)  # type: ignore[no-untyped-call]
     shell.display_pub.outbox = outbox
     # No output cache: it would keep every shown value alive.

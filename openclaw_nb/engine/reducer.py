@@ -111,7 +111,7 @@ class GradientReducer:
         bucket, place = self._place[id(parameter)]
         bucket.ready.add(place)
         if parameter.numel() > _SMALL:
-            torch.mul(parameter.grad, self._factor, out=bucket.views[place])  # type: ignore[call-overload]
+            torch.mul(_gradient(parameter), self._factor, out=bucket.views[place])
         if len(bucket.ready) == len(bucket.parameters):
             self._launch_in_order()
 
@@ -137,7 +137,7 @@ class GradientReducer:
         small = [i for i in bucket.ready if bucket.parameters[i].numel() <= _SMALL]
         if small:
             views = [bucket.views[i] for i in small]
-            torch._foreach_copy_(views, [bucket.parameters[i].grad for i in small])
+            torch._foreach_copy_(views, [_gradient(bucket.parameters[i]) for i in small])
             torch._foreach_mul_(views, self._factor)
 
     def finish(self) -> Tensor:
@@ -172,6 +172,11 @@ class GradientReducer:
         for parameter in self.parameters:
             if parameter.grad is not None:
                 parameter.grad = parameter.grad.clone()
+
+
+def _gradient(parameter: Tensor) -> Tensor:
+    assert parameter.grad is not None
+    return parameter.grad
 
 
 def _fill_buckets(parameters: Sequence[torch.nn.Parameter], bucket_bytes: int) -> list[_Bucket]:
