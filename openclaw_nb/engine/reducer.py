@@ -101,8 +101,8 @@ class GradientReducer:
         for bucket in self._buckets:
             bucket.ready.clear()
             bucket.work = None
-        self._message = message
-        self._message_work = self._ranks.start_sum(message)
+        self._message = message.clone()
+        self._message_work = self._ranks.start_sum(self._message)
 
     def _on_ready(self, parameter: Tensor) -> None:
         if not self._enabled:

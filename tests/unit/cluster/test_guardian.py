@@ -129,6 +129,8 @@ def own(cluster_id: str, directory: Path) -> Iterator[Own]:
 
     def start(*extra: str, lease: float = 0) -> Owner:
         owners.append(Owner(cluster_id, directory, lease, *extra))
+        # Four workers and a child of one; a process has no readable environment in the instant of its exec.
+        assert wait_until(lambda: len(processes_of(cluster_id)) == 5, 5)
         return owners[-1]
 
     yield start
@@ -171,7 +173,6 @@ def test_killed_owner_leaves_nothing(
     own: Own, cluster_id: str, directory: Path, stranger: subprocess.Popen[bytes]
 ) -> None:
     owner = own()
-    assert wait_until(lambda: len(processes_of(cluster_id)) == 5, 5)  # four workers and a child of one
     before = processes_of(cluster_id)
     names = (cluster_id, f"{cluster_id}-batch", new_cluster_id())
     folder, segment, foreign = (Path(f"/dev/shm/openclaw-{name}") for name in names)

@@ -5,6 +5,7 @@ Its gradient is r + 1 everywhere, so that the average over N ranks is (N + 1) / 
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -17,7 +18,9 @@ from openclaw_nb.engine.reducer import GradientReducer
 
 from .conftest import OnRanks
 
-NO_MESSAGE = torch.zeros(1, dtype=torch.float64)
+
+def no_message() -> torch.Tensor:
+    return torch.zeros(1, dtype=torch.float64)
 
 
 def parameters(*shapes: tuple[int, ...], dtype: torch.dtype = torch.float32) -> list[nn.Parameter]:
@@ -25,14 +28,17 @@ def parameters(*shapes: tuple[int, ...], dtype: torch.dtype = torch.float32) -> 
 
 
 def run_pass(reducer: GradientReducer, loss: torch.Tensor, factor: float) -> None:
-    reducer.begin(factor)
+    reducer.begin(factor, NO_MESSAGE)
     loss.backward()
-    reducer.finish(NO_MESSAGE)
+    reducer.finish()
     reducer.set_gradients()
 
 
 def values(group: list[nn.Parameter]) -> list[list[float] | None]:
     return [None if p.grad is None else p.grad.flatten().tolist() for p in group]
+
+
+SHAPES = [(3,), (2, 5), (), (200, 100), (40,), (300, 1000), (1, 1)]  # small and large, in turn
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3])
@@ -41,7 +47,7 @@ def test_gradients_are_averaged_whatever_the_buckets(
     on_ranks: OnRanks, num_ranks: int, bucket_bytes: int
 ) -> None:
     def body(group: ReleasableGroup) -> list[Any]:
-        own = parameters((3,), (2, 5), (), (40,), (1, 1))
+        own = parameters(*SHAPES)
         reducer = GradientReducer(own, Ranks(group), bucket_bytes=bucket_bytes)
         for _ in range(2):
             for parameter in own:
@@ -50,7 +56,7 @@ def test_gradients_are_averaged_whatever_the_buckets(
             run_pass(reducer, loss, 1 / num_ranks)
         return values(own)
 
-    expected = [[(num_ranks + 1) / 2] * size for size in (3, 10, 1, 40, 1)]
+    expected = [[(num_ranks + 1) / 2] * math.prod(shape) for shape in SHAPES]
     assert on_ranks(body, num_ranks) == [expected] * num_ranks
 
 
@@ -89,10 +95,10 @@ def test_the_message_is_summed_in_its_own_precision(on_ranks: OnRanks) -> None:
     def body(group: ReleasableGroup) -> list[float]:
         own = parameters((2,))
         reducer = GradientReducer(own, Ranks(group))
-        reducer.begin(0.5)
-        own[0].sum().backward()
         message = torch.tensor([1.0, 1e-12 * (group.rank() + 1)], dtype=torch.float64)
-        total = reducer.finish(message)
+        reducer.begin(0.5, message)
+        own[0].sum().backward()
+        total = reducer.finish()
         assert message[0] == 1.0
         return (total - torch.tensor([2.0, 0.0])).tolist()
 
@@ -152,7 +158,7 @@ def test_dropped_gradients_are_none(on_ranks: OnRanks) -> None:
     def body(group: ReleasableGroup) -> list[Any]:
         own = parameters((2,), (2,))
         reducer = GradientReducer(own, Ranks(group))
-        reducer.begin(1.0)
+        reducer.begin(1.0, NO_MESSAGE)
         sum(p.sum() for p in own).backward()
         reducer.drop_gradients()
         return values(own)

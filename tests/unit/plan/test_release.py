@@ -28,6 +28,7 @@ RAISED = RankView(phase=Phase.RAISED, error="ValueError")
 
 
 def waits(seconds: float, call: str = "barrier()", group: str = "default 2", **place: Any) -> RankView:
+    place.setdefault("told_after_end_seconds", seconds)
     return RankView(call=call, group=group, waiting_seconds=seconds, **place)
 
 
@@ -181,3 +182,8 @@ def test_the_table_says_of_each_rank_what_it_does() -> None:
         (4, "died", ""),
         (5, "does not run this cell", ""),
     ]
+
+
+def test_what_was_told_before_the_end_is_old_news() -> None:
+    """The end of rank 0 may be what rank 1 waited for: only what it tells afterwards counts."""
+    assert decide(views(DONE, waits(9.0, told_after_end_seconds=0.3)), None) == KeepWaiting()
