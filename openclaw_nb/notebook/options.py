@@ -96,7 +96,17 @@ class _Parser(argparse.ArgumentParser):
         raise UsageError(f"{self.prog}: {message}. See {self.prog} --help.")
 
 
+_parsers: dict[str, argparse.ArgumentParser] = {}
+
+
 def _parser(command: Command) -> argparse.ArgumentParser:
+    """Return the command's parser; making one takes a millisecond, which each cell would wait for."""
+    if command.prog not in _parsers:
+        _parsers[command.prog] = _new_parser(command)
+    return _parsers[command.prog]
+
+
+def _new_parser(command: Command) -> argparse.ArgumentParser:
     parser = _Parser(prog=command.prog, description=command.summary, add_help=False, allow_abbrev=False)
     for argument in command.arguments:
         settings = dict(argument.settings)
@@ -297,6 +307,8 @@ def parse_cell(words: Sequence[str]) -> CellOptions:
     UsageError
         If an option does not exist, or needs a strategy and none is named.
     """
+    if not words:
+        return CellOptions()
     given = CELL.parse(words)
     if given.strategy is None:
         _refuse_without_strategy(given)

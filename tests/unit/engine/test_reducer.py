@@ -18,9 +18,7 @@ from openclaw_nb.engine.reducer import GradientReducer
 
 from .conftest import OnRanks
 
-
-def no_message() -> torch.Tensor:
-    return torch.zeros(1, dtype=torch.float64)
+NO_MESSAGE = torch.zeros(1, dtype=torch.float64)
 
 
 def parameters(*shapes: tuple[int, ...], dtype: torch.dtype = torch.float32) -> list[nn.Parameter]:
