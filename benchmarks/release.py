@@ -36,8 +36,8 @@ from _common import (
     start_side,
 )
 
-_TRIALS = 3
-_PEER_TRIALS = 3
+_TRIALS = 3  # in each of our processes
+_ROUNDS = 3
 _DEADLINE_SECONDS = 20.0
 _START_SECONDS = 120.0
 _DELAY_SECONDS = 0.3
@@ -244,7 +244,7 @@ def main() -> None:
     peers = ["ipyparallel"] if why_not else ["ipyparallel", "nbdistributed"]
     mine: list[Trial] = []
     theirs: dict[str, list[Trial]] = {name: [] for name in peers}
-    for _ in range(_PEER_TRIALS):
+    for _ in range(_ROUNDS):
         mine += trials_of("ours")
         for name in peers:
             theirs[name] += trials_of(name)
