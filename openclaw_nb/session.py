@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import atexit
 import os
-import re
 import threading
 from collections.abc import Callable, Sequence
 from functools import cached_property
@@ -19,13 +18,11 @@ from typing import Any
 from openclaw_nb.cluster.devices import Device, available_memory_bytes, choose_devices, list_devices
 from openclaw_nb.cluster.master import MasterNode
 from openclaw_nb.cluster.run import CellRun, RunResult
-from openclaw_nb.core.errors import AlreadyStartedError, NotStartedError, RemoteCellError, UsageError
+from openclaw_nb.core.errors import AlreadyStartedError, NotStartedError, RemoteCellError
 from openclaw_nb.core.text import is_set
 from openclaw_nb.monitor.store import Monitor
 from openclaw_nb.protocol.messages import StrategySpec
 from openclaw_nb.strategies.names import canonical_strategy
-
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
 
 Progress = Callable[[int, int, str], None]
 
@@ -100,7 +97,6 @@ class Session:
                     "Use it, or end it first (%openclaw stop)."
                 )
             devices = _choose(cluster)
-            _check_name(cluster.name)
             self._stop_at_exit()
             master = MasterNode(name=cluster.name, backend=cluster.communication)
             try:
@@ -287,11 +283,3 @@ def _choose(cluster: OpenClawCluster) -> list[Device]:
         memory_available_bytes=available_memory_bytes(),
         oversubscribe=cluster.oversubscribe or is_set(os.environ, "OPENCLAW_OVERSUBSCRIBE"),
     )
-
-
-def _check_name(name: str | None) -> None:
-    if name is not None and not _NAME.fullmatch(name):
-        raise UsageError(
-            f"A cluster cannot be named {name!r}: use letters, digits, '_', '.' and '-', at most 64, "
-            "and begin with a letter or digit."
-        )

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import time
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from openclaw_nb.cluster.guardian import MARKER_FILE
 from openclaw_nb.core.errors import AlreadyStartedError, UsageError
 
 _SHARED_MEMORY = Path("/dev/shm")
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
 
 
 def runtime_directory() -> Path:
@@ -66,6 +68,10 @@ class ClusterFiles:
         UsageError
             When the directory cannot be written.
         """
+        if not _NAME.fullmatch(name):
+            raise UsageError(
+                f"{name!r} cannot name a cluster: use letters, digits, '-', '_' and '.', at most 64."
+            )
         path = runtime_directory() / name
         _clear_stale(path, name)
         try:
@@ -124,5 +130,7 @@ def _clear_stale(path: Path, name: str) -> None:
     note = next((n for n in read_notes() if n["directory"] == str(path)), None)
     if note is not None and note["alive"]:
         raise AlreadyStartedError(f"A cluster named {name!r} runs already (owner pid {note['owner_pid']}).")
-    if path.exists():
+    if note is not None:
         shutil.rmtree(path, ignore_errors=True)
+    elif path.exists():
+        raise UsageError(f"{path} exists and is no cluster's: choose another name, or remove it.")

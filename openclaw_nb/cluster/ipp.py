@@ -212,7 +212,7 @@ class Door:
         content = result.get("content", {}) if isinstance(result, dict) else getattr(result, "_content", {})
         if _KEY in content:
             answer.set_result(codec.decode(content[_KEY]))
-        elif isinstance(result, Exception) and type(result).__name__ in ("EngineError", "RemoteError"):
+        elif getattr(result, "ename", "") == "EngineError":
             answer.set_exception(WorkerDiedError(f"Worker {worker} died while it ran this."))
         else:
             answer.set_exception(OpenClawError(f"Worker {worker} gave no answer: {result!r}"))

@@ -322,13 +322,13 @@ class MasterNode:
         progress: Callable[[int, int], None] | None = None,
     ) -> int:
         """Copy variables of the notebook to the workers; return their size in bytes."""
-        self._members.ensure_ready(None)
+        self._ensure_idle()
         workers = list(self._choose_ranks(targets).values())
         return self._require_exchange().push(workers, variables, progress)
 
     def pull(self, names: Sequence[str], rank: int = 0) -> dict[str, Any]:
         """Return variables of one rank."""
-        self._members.ensure_ready(None)
+        self._ensure_idle()
         worker = self._choose_ranks([rank])[rank]
         return self._require_exchange().pull(worker, names)
 
@@ -336,13 +336,19 @@ class MasterNode:
         self, names: Sequence[str], targets: Sequence[int] | None = None
     ) -> dict[str, dict[int, dict[str, Any]]]:
         """Return type, digest and size of each variable on each rank."""
-        self._members.ensure_ready(None)
+        self._ensure_idle()
         return self._require_exchange().describe(self._choose_ranks(targets), names)
 
     def complete(self, code: str, cursor: int, rank: int = 0) -> dict[str, Any]:
         """Complete code against a rank's variables."""
         worker = self._choose_ranks([rank])[rank]
         return self._require_exchange().complete(worker, code, cursor)
+
+    def _ensure_idle(self) -> None:
+        """Wait until the group stands; variables do not move while a cell uses them."""
+        self._members.ensure_ready(None)
+        if self._run is not None and self._run.running:
+            raise ClusterError(_BUSY)
 
     def _require_exchange(self) -> Exchange:
         if self._exchange is None:

@@ -251,7 +251,7 @@ class Membership:
         for worker in self.workers:
             if worker.number not in busy:
                 worker.busy_with = ""
-        if not clean:
+        if not clean or not all(worker.alive for worker in self.workers):
             self.mend()
 
     def reform(self, replace_busy: bool) -> None:

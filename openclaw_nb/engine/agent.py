@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from openclaw_nb.engine.group import GroupService
 
 _BEAT_SECONDS = 0.5
+_INTERRUPT_AGAIN_SECONDS = 0.5
 
 
 class Agent:
@@ -59,6 +60,7 @@ class Agent:
         self._store_port = 0
         self._running: RunCell | None = None
         self._released = ""
+        self._released_early = ("", "")
         self._captured = False
         self._beater: threading.Thread | None = None
         self._lock = threading.Lock()
@@ -138,9 +140,12 @@ class Agent:
         service = self._service
         if command.epoch != service.epoch:
             return failure(OpenClawError(f"The worker is in epoch {service.epoch}, not {command.epoch}."), [])
-        self._released = ""
         with self._lock:
             self._running = command
+            self._released = ""
+            if self._released_early[0] == command.run_id:
+                self._released = self._released_early[1]
+                self._interrupt_later(command, 0.0)
         self.outbox.begin(command.run_id)
         if self._beater is None:
             self._beater = threading.Thread(target=self._beat, name="openclaw-beat", daemon=True)
@@ -241,16 +246,25 @@ class Agent:
         """Cut the collectives now; interrupt Python code that goes on after the grace time."""
         if self._group is not None and self._group.epoch == command.epoch:
             self._group.release(command.cause)
-        running = self._running
-        if running is None or running.run_id != command.run_id:
-            return Done(value={"running": False})
-        self._released = command.cause
-        threading.Timer(command.grace_seconds, self._interrupt_if_running, args=(running,)).start()
+        with self._lock:
+            running = self._running
+            if running is None or running.run_id != command.run_id:
+                self._released_early = command.run_id, command.cause  # it came past the cell that it ends
+                return Done(value={"running": False})
+            self._released = command.cause
+        self._interrupt_later(running, command.grace_seconds)
         return Done(value={"running": True})
 
+    def _interrupt_later(self, running: RunCell, seconds: float) -> None:
+        timer = threading.Timer(seconds, self._interrupt_if_running, args=(running,))
+        timer.daemon = True
+        timer.start()
+
     def _interrupt_if_running(self, running: RunCell) -> None:
+        """Interrupt, again and again: it may come before the cell's own code, or be swallowed by it."""
         if self._running is running:
             self._runner.interrupt()
+            self._interrupt_later(running, _INTERRUPT_AGAIN_SECONDS)
 
     # ------------------------------------------------------------------------------------- whereabouts
 

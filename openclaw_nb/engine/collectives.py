@@ -237,7 +237,7 @@ class ReleasableGroup(_ProcessGroup):  # type: ignore[misc]
 
     def bury(self) -> None:
         """Drop the backends, on a spare thread: their destructors wait for what they still do."""
-        self.inner = self._witness = self._post = None
+        self.inner = self._cpu = self._witness = self._post = None
 
     # ---------------------------------------------------------------------------------- one call
 
@@ -269,9 +269,14 @@ class ReleasableGroup(_ProcessGroup):  # type: ignore[misc]
             inner.wait()  # on a GPU this orders the streams and returns
             work.finish(None)
             return
+        try:
+            future = inner.get_future()
+        except RuntimeError:  # some of gloo's works, such as reduce_scatter's, have none
+            self._finish_apart(work, inner.wait)
+            return
         with self._lock:
             self._in_backend += 1
-        inner.get_future().add_done_callback(lambda future: self._left_backend(work, future))
+        future.add_done_callback(lambda future: self._left_backend(work, future))
 
     def _left_backend(self, work: PendingWork, future: torch.futures.Future[Any]) -> None:
         with self._lock:
@@ -293,6 +298,7 @@ class ReleasableGroup(_ProcessGroup):  # type: ignore[misc]
     def _issue_loop(self) -> None:
         while (action := self._calls.get()) is not None:
             action()
+            del action  # it holds the work, which must not outlive its group on this thread
 
     def _agree_and_issue(self, work: PendingWork, method: str, args: tuple[Any, ...]) -> None:
         try:

@@ -10,6 +10,7 @@ and is gone with it anyway when that rank dies.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import threading
@@ -168,16 +169,14 @@ class GroupService:
         rank = command.rank if rank is None else rank
         size = command.world_size if size is None else size
         self._serial += 1
-        address = gloo.private_address(self._tag, command.epoch * 64 + self._serial)
+        address = gloo.private_address(self._tag, command.epoch * 4096 + self._serial)
         self._scissors.append(gloo.Scissors(address))
         witness = self._apart(lambda: gloo.create(store, rank, size, _BACKEND_LIMIT, address))
         inner: Any = witness
         if self.backend == "nccl":
             place = dist.PrefixStore("nccl", store)
             inner = dist.ProcessGroupNCCL(place, rank, size, _BACKEND_LIMIT)  # type: ignore[arg-type] # an overload
-        group = ReleasableGroup(
-            inner, rank, size, f"{name} {self._serial}", witness=None if name == "step engine" else witness
-        )
+        group = ReleasableGroup(inner, rank, size, name, witness=None if name == "step engine" else witness)
         self._groups.append(group)
         return group
 
@@ -211,7 +210,8 @@ def _bury(groups: list[ReleasableGroup], scissors: list[gloo.Scissors]) -> None:
     Runs on a thread of its own: a backend's destructor waits for its threads.
     """
     for group in groups:
-        group.abort_backend()
+        with contextlib.suppress(RuntimeError):  # a backend that is broken already has nothing left to end
+            group.abort_backend()
     deadline = time.monotonic() + _BACKEND_LIMIT.total_seconds()
     quiet_since = time.monotonic()
     while time.monotonic() < deadline:

@@ -116,11 +116,12 @@ class Outbox:
                 self._log(text)
                 return len(text)
             flood = self._floods.setdefault(name, _Flood())
-            if flood.passed > HEAD_CHARACTERS:
-                flood.hold(text)
-            else:
-                flood.passed += len(text)
-                self._stream(name, text)
+            head = text[: max(0, HEAD_CHARACTERS - flood.passed)]
+            if head:
+                flood.passed += len(head)
+                self._stream(name, head)
+            if len(head) < len(text):
+                flood.hold(text[len(head) :])
         self._wake.set()
         return len(text)
 

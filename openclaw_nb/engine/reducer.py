@@ -47,7 +47,8 @@ class _Bucket:
 class GradientReducer:
     """Averages the gradients of some parameters.
 
-    ``strayed`` is set when a gradient appears outside of a pass that `begin` announced.
+    ``strayed`` is set when a gradient appears outside of a pass that `begin` announced, ``repeated`` when one
+    appears twice in a pass, the second time perhaps after it was sent.
 
     Parameters
     ----------
@@ -70,7 +71,7 @@ class GradientReducer:
         self._factor = 1.0
         self._enabled = False
         self._launched = 0
-        self.strayed = False
+        self.strayed = self.repeated = False
         self._message = torch.zeros(0)
         self._message_work: PendingWork | None = None
         self.parameters = [p for p in parameters if p.requires_grad]
@@ -109,6 +110,7 @@ class GradientReducer:
             self.strayed = True
             return
         bucket, place = self._place[id(parameter)]
+        self.repeated |= place in bucket.ready
         bucket.ready.add(place)
         if parameter.numel() > _SMALL:
             torch.mul(_gradient(parameter), self._factor, out=bucket.views[place])
@@ -127,10 +129,18 @@ class GradientReducer:
         self._copy_small(bucket)
         used = [1.0 if i in bucket.ready else 0.0 for i in range(len(bucket.parameters))]
         bucket.counts.copy_(torch.tensor(used))
-        if len(bucket.ready) < len(bucket.parameters):
-            torch._foreach_zero_([v for i, v in enumerate(bucket.views) if i not in bucket.ready])
+        for i, view in enumerate(bucket.views):
+            if i not in bucket.ready:
+                self._copy_unused(bucket.parameters[i], view)
         bucket.work = self._ranks.start_sum(bucket.flat)
         self._launched += 1
+
+    def _copy_unused(self, parameter: Tensor, view: Tensor) -> None:
+        """Put in what a parameter that this pass did not use has from earlier ones: another rank may use it."""
+        if parameter.grad is None:
+            view.zero_()
+        else:
+            torch.mul(parameter.grad, self._factor, out=view)
 
     def _copy_small(self, bucket: _Bucket) -> None:
         """Copy what `_on_ready` left: one call for many small gradients costs less than one each."""

@@ -237,6 +237,11 @@ class StepEngine:
             self._calls = 0
         vote = self._vote(root)
         self._check_parameters()
+        if self._options.sync_frequency > 1 and vote.kind.name not in ("mean", "none"):
+            raise RefusedError(
+                f"--sync-frequency needs a loss that is a mean over the samples; this one is {vote.kind.name}"
+                f"{': ' * bool(vote.kind.reason)}{vote.kind.reason}."
+            )
         self._recorder.clear()  # from here on the cell's tensors are plain ones again
         boundary = self._window.is_boundary
         given = _times(grad_tensors, root, self._window.weigh(self._num_global()))
@@ -268,6 +273,12 @@ class StepEngine:
             self._window.keep(self._reducer.parameters)
             return
         total = self._reducer.finish()
+        if self._reducer.repeated and self._ranks.size > 1:
+            self._reducer.drop_gradients()
+            raise RefusedError(
+                "A parameter's gradient appeared twice in one backward() (reentrant activation checkpointing of layers "
+                "that share weights?). Use torch.utils.checkpoint with use_reentrant=False."
+            )
         try:
             kinds.check(total, vote, self._ranks.size, self._shares())
         except RefusedError:

@@ -71,11 +71,13 @@ def digest(value: Any, depth: int = _DEPTH) -> str:
     """
     if value is None or isinstance(value, bool | int | float | complex | str | bytes):
         return f"{type(value).__name__}:{value!r}"
-    if depth == 0:
+    if depth == 0 or isinstance(value, type):
         return ""
     if isinstance(value, Mapping):
-        parts = [f"{key!r}={digest(item, depth - 1)}" for key, item in value.items()]
-    elif isinstance(value, list | tuple | set | frozenset):
+        parts = sorted(f"{key!r}={digest(item, depth - 1)}" for key, item in value.items())
+    elif isinstance(value, set | frozenset):  # the order of strings in a set differs between processes
+        parts = sorted(digest(item, depth - 1) for item in value)
+    elif isinstance(value, list | tuple):
         parts = [digest(item, depth - 1) for item in value]
     elif (data := _raw(value)) is not None:
         return f"{type(value).__name__}:{data[0]}:{hashlib.blake2b(data[1], digest_size=16).hexdigest()}"
@@ -98,7 +100,7 @@ def _raw(value: Any) -> tuple[str, memoryview] | None:
         data = plain.view(torch.uint8) if plain.dim() else plain.reshape(1).view(torch.uint8)
         return f"{value.dtype}{list(value.shape)}", memoryview(data.numpy())
     numpy = sys.modules.get("numpy")
-    if numpy is not None and isinstance(value, numpy.ndarray) and not value.dtype.hasobject:
+    if numpy is not None and isinstance(value, numpy.generic | numpy.ndarray) and not value.dtype.hasobject:
         plain = numpy.ascontiguousarray(value)
         return f"{value.dtype}{list(value.shape)}", memoryview(plain.reshape(-1).view(numpy.uint8))
     return None

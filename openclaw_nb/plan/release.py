@@ -10,6 +10,7 @@ Pure: observations in, one decision out. A release needs a positive cause; a ran
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from enum import Enum
@@ -17,6 +18,7 @@ from enum import Enum
 ENDED_SECONDS = 1.0
 MISMATCH_SECONDS = 2.0
 DEADLINE_SECONDS = 2.0
+SUB_GROUP = "sub-group"
 
 
 class Phase(Enum):
@@ -133,7 +135,7 @@ def _ended(ranks: Mapping[int, RankView], running: Mapping[int, RankView]) -> st
     waits = all(
         v.call and min(v.waiting_seconds, v.told_after_end_seconds) > ENDED_SECONDS for v in running.values()
     )
-    if not over or not waits:
+    if not over or not waits or _share_a_sub_group(running):
         return ""
     rank, view = next(iter(running.items()))
     other, phase = next(iter(over.items()))
@@ -144,9 +146,16 @@ def _ended(ranks: Mapping[int, RankView], running: Mapping[int, RankView]) -> st
 def _mismatch(running: Mapping[int, RankView]) -> str:
     if len(running) < 2 or not all(v.call and v.waiting_seconds > MISMATCH_SECONDS for v in running.values()):
         return ""
-    if len({(v.call, v.group) for v in running.values()}) == 1:
-        return ""  # one slow collective that all take part in
+    calls = Counter((v.call, v.group) for v in running.values())
+    if 1 not in calls.values():
+        return ""  # nobody is alone in a call: slow collectives, of all or of sub-groups
     return "the ranks wait for each other: " + "; ".join(f"rank {r} {v.place}" for r, v in running.items())
+
+
+def _share_a_sub_group(running: Mapping[int, RankView]) -> bool:
+    """Whether those who run may be at a long transfer among themselves, which needs none that has ended."""
+    calls = {(v.call, v.group) for v in running.values()}
+    return len(running) > 1 and len(calls) == 1 and next(iter(calls))[1] == SUB_GROUP
 
 
 def waiting_table(ranks: Mapping[int, RankView]) -> list[tuple[int, str, str]]:

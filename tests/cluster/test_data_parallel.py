@@ -276,6 +276,17 @@ WAYS = {
                 optimizer.step()
                 losses.append(loss.item())
     """,
+    "accumulation over branches": """
+        for epoch in range(2):
+            for i, (x, y) in enumerate(loader):
+                model.use_second = i % 2 == 0
+                loss = loss_fn(model(x), y)
+                loss.backward()
+                losses.append(loss.item())
+                if i % 2 == 1:
+                    optimizer.step()
+                    optimizer.zero_grad()
+    """,
     "frozen and thawed": """
         for epoch in range(2):
             for p in model[0].parameters():
@@ -410,6 +421,20 @@ probe = [type(model).__name__, len(model._forward_hooks), len(model._forward_pre
     lab.good(probe, targets=[0, 1])
     expected = single_device(SETUP + LOOP, probe)["probe"]
     assert lab.pull("probe") == expected
+
+
+def test_sync_frequency_refuses_a_sum(lab: Lab) -> None:
+    loop = LOOP.replace("loss_fn(model(x), y)", "F.cross_entropy(model(x), y, reduction='sum')")
+    result = lab.train(SETUP, loop, 2, options={"sync_frequency": 2})
+    assert {f.error_type for f in result.failures.values()} <= {"RefusedError", "ReleasedError"}
+    assert "mean over the samples" in result.failures[result.first or 0].message
+
+
+def test_a_cell_that_defines_classes_and_sets(lab: Lab) -> None:
+    loop = LOOP + "class Late(nn.Module): pass\nkinds = {'a', 'b', 'c'}\n"
+    result = lab.train(SETUP, loop, 2)
+    assert result.ok
+    assert "kinds" not in result.differing_names
 
 
 def test_names_that_differ_between_ranks_are_told(lab: Lab) -> None:

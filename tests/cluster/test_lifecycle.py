@@ -120,6 +120,24 @@ def test_a_name_is_free_again_when_its_owner_is_gone(tmp_path: Path, monkeypatch
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("name", ["..", "/somewhere/else", "", "a b", "-n"])
+def test_a_name_that_is_a_path_is_refused(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OPENCLAW_RUNTIME_DIR", str(tmp_path / "run"))
+    (tmp_path / "precious").touch()
+    with pytest.raises(UsageError, match="name"):
+        MasterNode(name=name or " ").start()
+    assert (tmp_path / "precious").exists()
+
+
+def test_a_directory_of_somebody_else_is_not_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OPENCLAW_RUNTIME_DIR", str(tmp_path))
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "precious").touch()
+    with pytest.raises(UsageError, match="another name"):
+        MasterNode(name="mine").start()
+    assert (tmp_path / "mine" / "precious").exists()
+
+
 def test_a_directory_that_cannot_be_written(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OPENCLAW_RUNTIME_DIR", "/proc/nowhere")
     with pytest.raises(UsageError, match="OPENCLAW_RUNTIME_DIR"):

@@ -240,6 +240,48 @@ def test_a_rank_in_native_code_is_named_and_rejoins(lab: Lab) -> None:
     lab.good("dist.barrier()")
 
 
+def test_a_worker_that_dies_outside_of_the_cell_is_replaced(pair: Lab) -> None:
+    run = pair.master.run_cell("import time\ntime.sleep(1)", targets=[0])
+    victim = pair.master.workers[1].pid
+    assert victim is not None
+    os.kill(victim, signal.SIGKILL)
+    assert finish(run).ok
+    pair.good("dist.barrier()\nassert world_size == 2")
+
+
+def test_stop_in_the_first_instant(lab: Lab) -> None:
+    for _ in range(5):
+        run = lab.master.run_cell("import time\nfor _ in range(100): time.sleep(0.1)")
+        run.interrupt()
+        assert finish(run).interrupted
+        assert run.result is not None
+        assert run.result.seconds < FREE_SECONDS
+
+
+def test_every_collective_can_be_waited_for(lab: Lab) -> None:
+    lab.good("""
+import torch
+ones = torch.ones(world_size)
+part = torch.empty(1)
+dist.reduce_scatter_tensor(part, ones)
+assert part.item() == world_size
+dist.reduce_scatter(part, list(ones.split(1)))
+gathered = torch.empty(world_size)
+dist.all_gather_into_tensor(gathered, torch.full((1,), float(rank)))
+assert gathered.tolist() == list(range(world_size))
+swapped = torch.empty(world_size)
+dist.all_to_all_single(swapped, torch.full((world_size,), float(rank)))
+assert swapped.tolist() == list(range(world_size))
+dist.reduce(ones, 0)
+box = [torch.empty(1) for _ in range(world_size)] if rank == 0 else None
+dist.gather(torch.ones(1), box, 0)
+dist.scatter(part, list(torch.arange(float(world_size)).split(1)) if rank == 0 else None, 0)
+assert part.item() == rank
+work = dist.all_reduce(ones, async_op=True)
+assert work.wait() and work.is_completed()
+""")
+
+
 def test_sub_groups_are_released(lab: Lab) -> None:
     lab.good("import torch\nsub = dist.new_group([0, 1, 2, 3])\ndist.all_reduce(torch.ones(2), group=sub)")
     result = lab.run(
