@@ -56,7 +56,8 @@ class KindCache:
     def vote(self, root: Tensor, num_rows: int, *, counts: bool) -> Vote:
         """Return this rank's vote on a loss; a rank whose samples do not count has none on the kind."""
         scalars = [(s, self._kind(s, num_rows)) for s in self._recorder.scalars(root)]
-        kind = self._kind(root, num_rows) if counts else LossKind("none")
+        of_root = next((kind for scalar, kind in scalars if scalar is root), None)
+        kind = (of_root or self._kind(root, num_rows)) if counts else LossKind("none")
         constants = [] if self._forced else [value for _, value in self._recorder.constants(root)]
         return Vote(kind, scalars[:MAX_SCALARS], constants[:MAX_CONSTANTS])
 

@@ -26,6 +26,7 @@ BUCKET_BYTES = 25 * 1024 * 1024
 # The first bucket is small, so that there is something to send early in the backward pass.
 _FIRST_BUCKET_BYTES = 1024 * 1024
 _SMALL = 16_384
+_EXACT = (torch.float32, torch.float64)
 
 
 @dataclass
@@ -43,6 +44,11 @@ class _Bucket:
         start = sum(p.numel() for p in self.parameters)
         return self.flat[start : start + len(self.parameters)]
 
+    @property
+    def message(self) -> Tensor:
+        start = sum(p.numel() + 1 for p in self.parameters)
+        return self.flat[start:]
+
 
 class GradientReducer:
     """Averages the gradients of some parameters.
@@ -56,6 +62,8 @@ class GradientReducer:
         Each once; those that need no gradient are left out.
     ranks : Ranks
         Whose gradients are averaged.
+    message_size : int
+        How many values `begin` is given to sum beside the gradients.
     bucket_bytes : int
         Size of a bucket.
     """
@@ -65,6 +73,7 @@ class GradientReducer:
         parameters: Sequence[torch.nn.Parameter],
         ranks: Ranks,
         *,
+        message_size: int,
         bucket_bytes: int = BUCKET_BYTES,
     ) -> None:
         self._ranks = ranks
@@ -72,10 +81,9 @@ class GradientReducer:
         self._enabled = False
         self._launched = 0
         self.strayed = self.repeated = False
-        self._message = torch.zeros(0)
-        self._message_work: PendingWork | None = None
         self.parameters = [p for p in parameters if p.requires_grad]
-        self._buckets = _fill_buckets(list(reversed(self.parameters)), bucket_bytes)
+        groups = _fill_buckets(list(reversed(self.parameters)), bucket_bytes)
+        self._buckets, self._carrier = _make_buckets(groups, message_size)
         self._place = {
             id(p): (bucket, i) for bucket in self._buckets for i, p in enumerate(bucket.parameters)
         }
@@ -94,7 +102,9 @@ class GradientReducer:
         factor : float
             What each rank's gradients are multiplied by.
         message : Tensor
-            float64, the same size on every rank; `finish` returns its sum over the ranks.
+            float64, of the size given at construction; `finish` returns its sum over the ranks. It travels with
+            the first bucket that is float32 or float64 and so has that precision: an all-reduce of its own
+            would cost each step as much as a small model's gradients do.
         """
         self._factor = factor
         self._enabled = True
@@ -102,8 +112,7 @@ class GradientReducer:
         for bucket in self._buckets:
             bucket.ready.clear()
             bucket.work = None
-        self._message = message.clone()
-        self._message_work = self._ranks.start_sum(self._message)
+        self._carrier.message.copy_(message)
 
     def _on_ready(self, parameter: Tensor) -> None:
         if not self._enabled:
@@ -155,10 +164,10 @@ class GradientReducer:
         self._enabled = False
         while self._launched < len(self._buckets):
             self._launch(self._buckets[self._launched])
-        for work in (self._message_work, *(bucket.work for bucket in self._buckets)):
-            if work is not None:
-                work.wait()
-        return self._message
+        for bucket in self._buckets:
+            if bucket.work is not None:
+                bucket.work.wait()
+        return self._carrier.message.double().cpu()
 
     def set_gradients(self) -> None:
         """Give each parameter that some rank used its averaged gradient."""
@@ -189,7 +198,9 @@ def _gradient(parameter: Tensor) -> Tensor:
     return parameter.grad
 
 
-def _fill_buckets(parameters: Sequence[torch.nn.Parameter], bucket_bytes: int) -> list[_Bucket]:
+def _fill_buckets(
+    parameters: Sequence[torch.nn.Parameter], bucket_bytes: int
+) -> list[list[torch.nn.Parameter]]:
     buckets: list[list[torch.nn.Parameter]] = []
     size = 0
     for parameter in parameters:
@@ -200,16 +211,26 @@ def _fill_buckets(parameters: Sequence[torch.nn.Parameter], bucket_bytes: int) -
             size = 0
         buckets[-1].append(parameter)
         size += parameter.numel() * parameter.element_size()
-    return [_make_bucket(group) for group in buckets]
+    return buckets
+
+
+def _make_buckets(groups: list[list[torch.nn.Parameter]], message_size: int) -> tuple[list[_Bucket], _Bucket]:
+    """Return the buckets, and which of them carries the message: the first that is precise enough."""
+    exact = [i for i, group in enumerate(groups) if group[0].dtype in _EXACT]
+    carrier = exact[0] if exact else len(groups)
+    buckets = [_make_bucket(group, message_size if i == carrier else 0) for i, group in enumerate(groups)]
+    if not exact:
+        buckets.append(_Bucket([], torch.zeros(message_size, dtype=torch.float64), []))
+    return buckets, buckets[carrier]
 
 
 def _kind(parameter: Tensor) -> tuple[Any, Any]:
     return parameter.dtype, parameter.device
 
 
-def _make_bucket(parameters: list[torch.nn.Parameter]) -> _Bucket:
-    numel = sum(p.numel() for p in parameters)
-    flat = torch.zeros(numel + len(parameters), dtype=parameters[0].dtype, device=parameters[0].device)
+def _make_bucket(parameters: list[torch.nn.Parameter], message_size: int) -> _Bucket:
+    size = sum(p.numel() + 1 for p in parameters) + message_size
+    flat = torch.zeros(size, dtype=parameters[0].dtype, device=parameters[0].device)
     views, start = [], 0
     for parameter in parameters:
         views.append(_view_like(flat[start : start + parameter.numel()], parameter))

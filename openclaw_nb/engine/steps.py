@@ -132,7 +132,8 @@ class StepEngine:
     def _new_reducer(self) -> GradientReducer:
         found = {id(p): p for model in self._objects.models.values() for p in model.parameters()}
         self._parameters = list(found.values())
-        return GradientReducer(self._parameters, self._ranks)
+        size = kinds.message_size(self._ranks.size)
+        return GradientReducer(self._parameters, self._ranks, message_size=size)
 
     # ---------------------------------------------------------------------------------- the batch
 

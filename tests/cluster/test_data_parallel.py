@@ -13,6 +13,8 @@ import textwrap
 import pytest
 import torch
 
+from openclaw_nb.cluster.run import RunResult
+
 from .conftest import Lab, single_device
 
 pytestmark = pytest.mark.cluster
@@ -66,6 +68,14 @@ def check(
         losses = lab.pull("losses", rank)
         assert losses == pytest.approx(expected["losses"], rel=max(tolerance, 1e-5), abs=1e-6)
     return expected
+
+
+def refusal(result: RunResult) -> str:
+    """Return why a cell was refused. A rank that is slower in saying so may be released before it does."""
+    kinds = {failure.error_type for failure in result.failures.values()}
+    assert kinds <= {"RefusedError", "ReleasedError"}, kinds
+    assert result.first is not None
+    return result.failures[result.first].message
 
 
 CNN = """
@@ -386,8 +396,7 @@ def test_losses_of_the_whole_batch(lab: Lab, loss: str) -> None:
     )
     before = single_device(SETUP, STATE)["state"]
     result = lab.train(SETUP, loop, 3)
-    assert {f.error_type for f in result.failures.values()} == {"RefusedError"}
-    assert "--split model" in next(iter(result.failures.values())).message
+    assert "--split model" in refusal(result)
     lab.good(STATE, targets=[0, 1, 2])
     for name, value in before.items():
         assert torch.equal(lab.pull("state")[name], value)
@@ -426,8 +435,7 @@ probe = [type(model).__name__, len(model._forward_hooks), len(model._forward_pre
 def test_sync_frequency_refuses_a_sum(lab: Lab) -> None:
     loop = LOOP.replace("loss_fn(model(x), y)", "F.cross_entropy(model(x), y, reduction='sum')")
     result = lab.train(SETUP, loop, 2, options={"sync_frequency": 2})
-    assert {f.error_type for f in result.failures.values()} <= {"RefusedError", "ReleasedError"}
-    assert "mean over the samples" in result.failures[result.first or 0].message
+    assert "mean over the samples" in refusal(result)
 
 
 def test_a_cell_that_defines_classes_and_sets(lab: Lab) -> None:
@@ -519,6 +527,5 @@ REFUSED = {
 def test_what_cannot_be_done_is_refused(lab: Lab, case: str) -> None:
     extra, loop, text = REFUSED[case]
     result = lab.train(SETUP + extra, loop, 2)
-    assert {f.error_type for f in result.failures.values()} == {"RefusedError"}, result.failures
-    assert text.lower() in next(iter(result.failures.values())).message.lower()
+    assert text.lower() in refusal(result).lower()
     check(lab, 2)

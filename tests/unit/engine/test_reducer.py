@@ -46,7 +46,9 @@ def test_gradients_are_averaged_whatever_the_buckets(
 ) -> None:
     def body(group: ReleasableGroup) -> list[Any]:
         own = parameters(*SHAPES)
-        reducer = GradientReducer(own, Ranks(group), bucket_bytes=bucket_bytes)
+        reducer = GradientReducer(
+            own, Ranks(group), message_size=NO_MESSAGE.numel(), bucket_bytes=bucket_bytes
+        )
         for _ in range(2):
             for parameter in own:
                 parameter.grad = None
@@ -61,7 +63,7 @@ def test_gradients_are_averaged_whatever_the_buckets(
 def test_gradients_accumulate_over_passes_as_on_one_device(on_ranks: OnRanks) -> None:
     def body(group: ReleasableGroup) -> list[Any]:
         own = parameters((2,), (2,))
-        reducer = GradientReducer(own, Ranks(group), bucket_bytes=1)
+        reducer = GradientReducer(own, Ranks(group), message_size=NO_MESSAGE.numel(), bucket_bytes=1)
         for scale in (1.0, 10.0, 100.0):
             run_pass(reducer, sum(p.sum() for p in own) * scale * (group.rank() + 1), 0.5)
         return values(own)
@@ -72,7 +74,7 @@ def test_gradients_accumulate_over_passes_as_on_one_device(on_ranks: OnRanks) ->
 def test_a_parameter_that_one_rank_used_is_averaged_with_nothing(on_ranks: OnRanks) -> None:
     def body(group: ReleasableGroup) -> list[Any]:
         own = parameters((2,), (2,), (2,))
-        reducer = GradientReducer(own, Ranks(group))
+        reducer = GradientReducer(own, Ranks(group), message_size=NO_MESSAGE.numel())
         run_pass(reducer, own[0].sum() + (own[1].sum() if group.rank() else 0.0), 0.5)
         return values(own)
 
@@ -83,32 +85,37 @@ def test_a_parameter_that_no_rank_used_keeps_the_gradient_that_it_was_given(on_r
     def body(group: ReleasableGroup) -> list[Any]:
         own = parameters((2,), (2,))
         own[1].grad = torch.full((2,), 7.0)
-        run_pass(GradientReducer(own, Ranks(group)), own[0].sum(), 0.5)
+        run_pass(GradientReducer(own, Ranks(group), message_size=NO_MESSAGE.numel()), own[0].sum(), 0.5)
         return values(own)
 
     assert on_ranks(body) == [[[1.0, 1.0], [7.0, 7.0]]] * 2
 
 
-def test_the_message_is_summed_in_its_own_precision(on_ranks: OnRanks) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "precision"), [(torch.float64, 1e-15), (torch.float32, 1e-7), (torch.bfloat16, 1e-15)]
+)
+def test_the_message_is_summed_with_the_precision_of_its_bucket(
+    on_ranks: OnRanks, dtype: torch.dtype, precision: float
+) -> None:
+    """Gradients of less than float32 leave the message a float64 bucket of its own."""
+
     def body(group: ReleasableGroup) -> list[float]:
-        own = parameters((2,))
-        reducer = GradientReducer(own, Ranks(group))
-        message = torch.tensor([1.0, 1e-12 * (group.rank() + 1)], dtype=torch.float64)
+        own = parameters((2,), dtype=dtype)
+        message = torch.tensor([1 / 3, 2.0**20 + group.rank()], dtype=torch.float64)
+        reducer = GradientReducer(own, Ranks(group), message_size=2)
         reducer.begin(0.5, message)
         own[0].sum().backward()
-        total = reducer.finish()
-        assert message[0] == 1.0
-        return (total - torch.tensor([2.0, 0.0])).tolist()
+        return reducer.finish().tolist()
 
     for row in on_ranks(body):
-        assert row == pytest.approx([0.0, 3e-12], rel=1e-9)
+        assert row == pytest.approx([2 / 3, 2.0**21 + 1], rel=precision)
 
 
 def test_types_are_kept_apart_and_frozen_parameters_left_out(on_ranks: OnRanks) -> None:
     def body(group: ReleasableGroup) -> list[Any]:
         own = [*parameters((2,)), *parameters((2,), dtype=torch.float64), *parameters((2,))]
         own[2].requires_grad_(False)
-        reducer = GradientReducer(own, Ranks(group))
+        reducer = GradientReducer(own, Ranks(group), message_size=NO_MESSAGE.numel())
         assert reducer.parameters == own[:2]
         run_pass(reducer, (own[0].sum() + own[1].sum()) * (group.rank() + 1), 0.5)
         return [own[0].grad.dtype, own[1].grad.dtype, *values(own)]
@@ -130,7 +137,7 @@ def test_gradients_match_their_parameter_in_place(on_ranks: OnRanks, lay_out: An
     def body(group: ReleasableGroup) -> None:
         own = nn.Parameter(lay_out(torch.zeros(2, 3, 4, 5)))
         weights = torch.arange(120.0).reshape(own.shape)
-        reducer = GradientReducer([own], Ranks(group))
+        reducer = GradientReducer([own], Ranks(group), message_size=NO_MESSAGE.numel())
         run_pass(reducer, (own * weights).sum() * (group.rank() + 1), 0.5)
         assert own.grad is not None
         assert torch.equal(own.grad, weights * 1.5)
@@ -143,7 +150,7 @@ def test_gradients_match_their_parameter_in_place(on_ranks: OnRanks, lay_out: An
 def test_a_gradient_outside_of_an_announced_pass_strays(on_ranks: OnRanks) -> None:
     def body(group: ReleasableGroup) -> None:
         own = parameters((2,))
-        reducer = GradientReducer(own, Ranks(group))
+        reducer = GradientReducer(own, Ranks(group), message_size=NO_MESSAGE.numel())
         run_pass(reducer, own[0].sum(), 1.0)
         assert not reducer.strayed
         own[0].sum().backward()
@@ -155,7 +162,7 @@ def test_a_gradient_outside_of_an_announced_pass_strays(on_ranks: OnRanks) -> No
 def test_dropped_gradients_are_none(on_ranks: OnRanks) -> None:
     def body(group: ReleasableGroup) -> list[Any]:
         own = parameters((2,), (2,))
-        reducer = GradientReducer(own, Ranks(group))
+        reducer = GradientReducer(own, Ranks(group), message_size=NO_MESSAGE.numel())
         reducer.begin(1.0, NO_MESSAGE)
         sum(p.sum() for p in own).backward()
         reducer.drop_gradients()
@@ -167,7 +174,7 @@ def test_dropped_gradients_are_none(on_ranks: OnRanks) -> None:
 def test_after_removal_gradients_are_tensors_of_their_own_and_nothing_is_followed(on_ranks: OnRanks) -> None:
     def body(group: ReleasableGroup) -> None:
         own = parameters((2,), (3,))
-        reducer = GradientReducer(own, Ranks(group))
+        reducer = GradientReducer(own, Ranks(group), message_size=NO_MESSAGE.numel())
         run_pass(reducer, sum(p.sum() for p in own), 1.0)
         reducer.remove()
         storages = {p.grad.untyped_storage().data_ptr() for p in own}
