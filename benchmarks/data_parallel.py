@@ -3,8 +3,11 @@
 Ours runs the single-device loop below under ``--strategy data_parallel``; the peer is the same loop as a script
 with ``DistributedDataParallel`` and a ``DistributedSampler``, started by ``python -m torch.distributed.run``.
 Both have the same model, the same samples a rank and step, one thread a process. They take turns: each turn is
-one cell, or one pass of the waiting script, of the same number of steps, of which the first ones are not
-counted. A third turn is the plain loop in one process with the whole batch, to show what two workers bring.
+one cell, or one pass of the waiting script, of the same number of steps, of which the first ones are not counted.
+A third turn is the plain loop in one process with the whole batch, to show what two workers bring.
+
+Where a process's memory happens to lie makes convolutions up to a quarter slower for as long as it lives, so every
+few turns all processes are started anew.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -33,7 +37,8 @@ from _common import (
     use_environment,
 )
 
-_ROUNDS = 15
+_GENERATIONS = 5
+_ROUNDS = 4
 _STEPS = 30
 _WARM_UP = 5
 _DEADLINE_SECONDS = 120.0
@@ -80,7 +85,6 @@ loss_fn = nn.CrossEntropyLoss()
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 """
 
-_MODELS = {"small CNN": _CNN, "small transformer": _TRANSFORMER}
 _LOADER = "loader = DataLoader(data, batch_size=batch_size, shuffle=True)\n"
 
 # The cell: what a person has written for one device.
@@ -219,36 +223,55 @@ def sides(shell: Any, model: str) -> Iterator[tuple[Ours, Torchrun, Alone]]:
         yield Ours(shell, model), by_hand, alone
 
 
-def measure(shell: Any, what: str, model: str) -> list[Row]:
-    with sides(shell, model) as (ours, by_hand, alone):
-        turns = {"ours": ours.seconds, "torchrun": by_hand.seconds, "alone": alone.seconds}
-        take_turns(turns, 2)
-        ours.overhead.clear()
-        samples = take_turns(turns, _ROUNDS)
-    batch = 64 if model is _CNN else 32
-    speed = {name: [batch * (_STEPS - _WARM_UP) / s for s in values] for name, values in samples.items()}
-    steps = [1000 * seconds / (_STEPS - _WARM_UP) for seconds in samples["ours"]]
-    by_hand_steps = [1000 * seconds / (_STEPS - _WARM_UP) for seconds in samples["torchrun"]]
-    return [
-        Row(f"{what}: speed", "samples/s", speed["ours"], speed["torchrun"], "torchrun, DDP", ">= 0.98x"),
-        Row(f"{what}: a step", "ms", steps, by_hand_steps, "torchrun, DDP"),
-        Row(f"{what}: beside one process", "samples/s", speed["ours"], speed["alone"], "one process"),
-        Row(f"{what}: cell around the steps", "ms", ours.overhead),
-    ]
+@dataclass
+class Turns:
+    """The samples of one model: seconds of the counted steps of each turn, and milliseconds around the cell's."""
+
+    model: str
+    batch_size: int
+    seconds: dict[str, list[float]] = field(default_factory=dict)
+    around: list[float] = field(default_factory=list)
+
+    def take(self, shell: Any) -> None:
+        """Take turns with fresh processes by hand and alone, and a freshly built model on our workers."""
+        with sides(shell, self.model) as (ours, by_hand, alone):
+            turns = {"ours": ours.seconds, "torchrun": by_hand.seconds, "alone": alone.seconds}
+            take_turns(turns, 2)
+            ours.overhead.clear()
+            for name, values in take_turns(turns, _ROUNDS).items():
+                self.seconds.setdefault(name, []).extend(values)
+            self.around += ours.overhead
+
+    def rows(self, what: str) -> list[Row]:
+        counted = _STEPS - _WARM_UP
+        speed = {
+            name: [self.batch_size * counted / s for s in values] for name, values in self.seconds.items()
+        }
+        step = {name: [1000 * s / counted for s in values] for name, values in self.seconds.items()}
+        by_hand, alone = "torchrun, DDP", "one process"
+        return [
+            Row(f"{what}: speed", "samples/s", speed["ours"], speed["torchrun"], by_hand, ">= 0.98x"),
+            Row(f"{what}: a step", "ms", step["ours"], step["torchrun"], by_hand),
+            Row(f"{what}: beside one process", "samples/s", speed["ours"], speed["alone"], alone),
+            Row(f"{what}: cell around the steps", "ms", self.around),
+        ]
 
 
 def main() -> None:
     use_environment()
     os.environ["OPENCLAW_OVERSUBSCRIBE"] = "1"
     shell = notebook_shell()
-    with quiet():
-        start_ours(shell)
-    try:
-        rows = [row for what, model in _MODELS.items() for row in measure(shell, what, model)]
-    finally:
+    models = {"small CNN": Turns(_CNN, 64), "small transformer": Turns(_TRANSFORMER, 32)}
+    for _ in range(_GENERATIONS):
         with quiet():
-            shell.run_line_magic("openclaw", "stop")
-    report("data_parallel", rows)
+            start_ours(shell)
+        try:
+            for turns in models.values():
+                turns.take(shell)
+        finally:
+            with quiet():
+                shell.run_line_magic("openclaw", "stop")
+    report("data_parallel", [row for what, turns in models.items() for row in turns.rows(what)])
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ import json
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from _common import (
@@ -96,7 +97,7 @@ def main() -> None:
             found = _SIDES[side]()
         print(json.dumps(found))
         return
-    samples = take_turns({name: lambda name=name: run_side(__file__, name) for name in _SIDES}, _ROUNDS)
+    samples = take_turns({name: partial(run_side, __file__, name) for name in _SIDES}, _ROUNDS)
     report("kernel_memory", [row(samples, *description) for description in _ROWS])
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import time
+from functools import partial
 
 from _common import (
     NUM_WORKERS,
@@ -62,7 +63,7 @@ def main() -> None:
             found = _SIDES[side]()
         print(json.dumps(found))
         return
-    samples = take_turns({name: lambda name=name: run_side(__file__, name) for name in _SIDES}, _ROUNDS)
+    samples = take_turns({name: partial(run_side, __file__, name) for name in _SIDES}, _ROUNDS)
     rows = [
         Row(
             what,

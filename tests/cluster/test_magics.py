@@ -141,7 +141,7 @@ def test_what_needs_a_cluster_says_how_to_start_one(kernel: Notebook, source: st
     [
         ("strt", "UnknownNameError: There is no %openclaw verb 'strt'. Did you mean 'start'?"),
         ("start --devices GPU-97", "There is no device 'GPU-97'"),
-        ("start --name ../up", "A cluster cannot be named '../up'"),
+        ("start --name ../up", "'../up' cannot name a cluster"),
         ("start -n 2 --devices CPU-0", "2 workers were asked for, but the list of devices names 1"),
     ],
 )
