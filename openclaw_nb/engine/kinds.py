@@ -97,7 +97,7 @@ def check(total: Tensor, vote: Vote, num_ranks: int, shares: list[int]) -> None:
     RefusedError
         On every rank at once, as every rank has the same ``total``.
     """
-    mean, total_sum, unknown = (float(total[i]) for i in range(3))
+    mean, total_sum, unknown = total[:3].tolist()
     if not unknown and not (mean and total_sum):
         _check_constants(total, num_ranks, shares)
         return
@@ -127,10 +127,9 @@ def _check_constants(total: Tensor, num_ranks: int, shares: list[int]) -> None:
 
 def global_values(total: Tensor, vote: Vote) -> list[tuple[Tensor, float]]:
     """Return each of this rank's numbers with its value over the whole batch; others stay as they are."""
-    num_global = float(total[len(_VOTES)])
+    num_global, *values = total[len(_VOTES) : _HEAD + len(vote.scalars)].tolist()
     found = []
-    for i, (scalar, kind) in enumerate(vote.scalars):
-        value = float(total[_HEAD + i])
+    for (scalar, kind), value in zip(vote.scalars, values, strict=True):
         if kind.name == "mean" and num_global:
             found.append((scalar, value / num_global))
         elif kind.name == "sum":

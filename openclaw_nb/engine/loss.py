@@ -4,8 +4,8 @@ Knows: how to follow tensors from the model to the loss (`Tracked`), which opera
 and which single numbers the cell made on the way, so that they can be given their global values. What the
 operations say about the loss is found by `loss_kind`. Does not know ranks, or when a step begins and ends::
 
-    forward hook    out = recorder.track_tree(out)
-    backward        kinds = recorder.classify_all(loss, n)
+    forward hook    out = recorder.track(out)
+    backward        kind = recorder.classify(loss, n)
                     recorder.clear()                             every tensor is plain again
                     the backward pass; then the numbers are filled with their global values
 
@@ -163,6 +163,7 @@ class Recorder:
         self._orders = itertools.count()
         self._made: list[weakref.ref[Tensor]] = []
         self._mutations: list[Op] = []
+        self._tails: dict[Op, list[Op]] = {}
         self._prune_at = _PRUNE_AT
 
     # -- following
@@ -190,10 +191,6 @@ class Recorder:
             self._adopt(output, op)
             return output
 
-    def track_tree(self, tree: Any) -> Any:
-        """Follow every tensor of a model's return value: tuples, lists, dicts, dataclasses, nested."""
-        return map_tensors(self.track, tree)
-
     def clear(self) -> None:
         """Forget everything; every tensor that was tracked becomes a plain one, where it is."""
         for made in self._made:
@@ -203,6 +200,7 @@ class Recorder:
                 tensor.__class__ = Tensor
         self._made.clear()
         self._mutations.clear()
+        self._tails.clear()
 
     def _adopt(self, tensor: Tensor, op: Op) -> None:
         tensor.__class__ = Tracked
@@ -238,10 +236,6 @@ class Recorder:
             )
         with _untouched():
             return decide(ops, num_samples)
-
-    def classify_all(self, root: Tensor, num_samples: int) -> list[tuple[Tensor, LossKind]]:
-        """Give each of `scalars` with its own kind; only ``root``'s says whether the cell can run."""
-        return [(scalar, self.classify(scalar, num_samples)) for scalar in self.scalars(root)]
 
     def scalars(self, root: Tensor) -> list[Tensor]:
         """Give the 0-dim tensors that depend on model outputs, ``root`` among them, in recording order.
@@ -300,7 +294,12 @@ class Recorder:
 
     def _tail(self, root: Tensor) -> list[Op]:
         op = root.__dict__.get("_op")
-        return ancestors(op, self._mutations) if type(op) is Op and op.recorder is self else []
+        if type(op) is not Op or op.recorder is not self:
+            return []
+        tail = self._tails.get(op)
+        if tail is None:  # nothing that is recorded later can be part of it
+            tail = self._tails[op] = ancestors(op, self._mutations)
+        return tail
 
 
 def _describe(op: Op) -> str:

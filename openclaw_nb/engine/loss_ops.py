@@ -65,6 +65,11 @@ def mutates(func: Function) -> bool:
     return name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
 
 
+@functools.lru_cache(maxsize=64)
+def _parameters_of(func: Function) -> tuple[str, ...]:
+    return tuple(inspect.signature(func).parameters)
+
+
 def flatten(value: Any) -> Iterator[Any]:
     """Walk the leaves of nested tuples, lists and dicts of arguments."""
     if isinstance(value, dict):
@@ -129,7 +134,7 @@ def counted_labels(op: Op) -> tuple[Tensor, int, bool] | None:
     """
     if op.func is not F.cross_entropy and op.func is not F.nll_loss:
         return None
-    given = inspect.signature(op.func).bind(*op.args, **op.kwargs).arguments
+    given = {**dict(zip(_parameters_of(op.func), op.args, strict=False)), **op.kwargs}
     labels = given["target"]
     if type(labels) is Op or labels.is_floating_point() or given.get("reduction", "mean") != "mean":
         return None

@@ -36,18 +36,14 @@ class _Bucket:
     parameters: list[torch.nn.Parameter]
     flat: Tensor
     views: list[Tensor]
+    counts: Tensor
+    message: Tensor
     ready: set[int] = field(default_factory=set)
     work: PendingWork | None = None
 
     @property
-    def counts(self) -> Tensor:
-        start = sum(p.numel() for p in self.parameters)
-        return self.flat[start : start + len(self.parameters)]
-
-    @property
-    def message(self) -> Tensor:
-        start = sum(p.numel() + 1 for p in self.parameters)
-        return self.flat[start:]
+    def is_full(self) -> bool:
+        return len(self.ready) == len(self.parameters)
 
 
 class GradientReducer:
@@ -89,11 +85,6 @@ class GradientReducer:
         }
         self._handles = [p.register_post_accumulate_grad_hook(self._on_ready) for p in self.parameters]
 
-    @property
-    def num_bytes(self) -> int:
-        """Bytes that one reduction sends through each rank's buckets."""
-        return sum(b.flat.numel() * b.flat.element_size() for b in self._buckets)
-
     def begin(self, factor: float, message: Tensor) -> None:
         """Expect a backward pass whose gradients are to be summed, times ``factor``.
 
@@ -123,24 +114,21 @@ class GradientReducer:
         bucket.ready.add(place)
         if parameter.numel() > _SMALL:
             torch.mul(_gradient(parameter), self._factor, out=bucket.views[place])
-        if len(bucket.ready) == len(bucket.parameters):
+        if bucket.is_full:
             self._launch_in_order()
 
     def _launch_in_order(self) -> None:
         """Start full buckets, in the same order on every rank."""
-        while self._launched < len(self._buckets):
-            bucket = self._buckets[self._launched]
-            if len(bucket.ready) < len(bucket.parameters):
-                return
-            self._launch(bucket)
+        while self._launched < len(self._buckets) and self._buckets[self._launched].is_full:
+            self._launch(self._buckets[self._launched])
 
     def _launch(self, bucket: _Bucket) -> None:
         self._copy_small(bucket)
-        used = [1.0 if i in bucket.ready else 0.0 for i in range(len(bucket.parameters))]
-        bucket.counts.copy_(torch.tensor(used))
-        for i, view in enumerate(bucket.views):
+        bucket.counts.fill_(1.0)
+        for i in range(0 if bucket.is_full else len(bucket.parameters)):
             if i not in bucket.ready:
-                self._copy_unused(bucket.parameters[i], view)
+                bucket.counts[i] = 0.0
+                self._copy_unused(bucket.parameters[i], bucket.views[i])
         bucket.work = self._ranks.start_sum(bucket.flat)
         self._launched += 1
 
@@ -172,9 +160,8 @@ class GradientReducer:
     def set_gradients(self) -> None:
         """Give each parameter that some rank used its averaged gradient."""
         for bucket in self._buckets:
-            for parameter, view, count in zip(
-                bucket.parameters, bucket.views, bucket.counts.tolist(), strict=True
-            ):
+            used = bucket.counts.tolist()
+            for parameter, view, count in zip(bucket.parameters, bucket.views, used, strict=True):
                 if count:
                     parameter.grad = view
 
@@ -220,7 +207,7 @@ def _make_buckets(groups: list[list[torch.nn.Parameter]], message_size: int) -> 
     carrier = exact[0] if exact else len(groups)
     buckets = [_make_bucket(group, message_size if i == carrier else 0) for i, group in enumerate(groups)]
     if not exact:
-        buckets.append(_Bucket([], torch.zeros(message_size, dtype=torch.float64), []))
+        buckets.append(_make_bucket([], message_size))
     return buckets, buckets[carrier]
 
 
@@ -229,13 +216,12 @@ def _kind(parameter: Tensor) -> tuple[Any, Any]:
 
 
 def _make_bucket(parameters: list[torch.nn.Parameter], message_size: int) -> _Bucket:
-    size = sum(p.numel() + 1 for p in parameters) + message_size
-    flat = torch.zeros(size, dtype=parameters[0].dtype, device=parameters[0].device)
-    views, start = [], 0
-    for parameter in parameters:
-        views.append(_view_like(flat[start : start + parameter.numel()], parameter))
-        start += parameter.numel()
-    return _Bucket(parameters, flat, views)
+    dtype, device = _kind(parameters[0]) if parameters else (torch.float64, torch.device("cpu"))
+    sizes = [p.numel() for p in parameters]
+    flat = torch.zeros(sum(sizes) + len(sizes) + message_size, dtype=dtype, device=device)
+    *parts, counts, message = flat.split([*sizes, len(sizes), message_size])
+    views = [_view_like(part, parameter) for part, parameter in zip(parts, parameters, strict=True)]
+    return _Bucket(parameters, flat, views, counts, message)
 
 
 def _view_like(part: Tensor, parameter: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from openclaw_nb.engine.loss import LossKind, Recorder, Tracked, find_disagreement, untrack_tree
+from openclaw_nb.engine.loss import LossKind, Recorder, Tracked, find_disagreement, map_tensors, untrack_tree
 
 N, C, T = 8, 5, 3
 MEAN, SUM, UNKNOWN = LossKind.MEAN, LossKind.SUM, LossKind.UNKNOWN
@@ -460,7 +460,7 @@ def test_scalars_come_in_order_with_their_own_kinds() -> None:
     root = error * 2.5
     F.l1_loss(batch.out, batch.real)  # dropped at once
 
-    found = recorder.classify_all(root, N)
+    found = [(value, recorder.classify(value, N)) for value in recorder.scalars(root)]
 
     assert [id(value) for value, _ in found] == [id(value) for value in (error, norm, spread, root)]
     assert [kind for _, kind in found] == [MEAN, SUM, UNKNOWN, MEAN]
@@ -530,7 +530,7 @@ def test_every_tensor_of_a_returned_tree_is_tracked_and_untracked() -> None:
     named = torch.return_types.max((out, out.argmax()))
     tree = {"a": out, "b": [out, None], "c": Output(out, (out, 3)), "d": "text", "e": named}
 
-    tracked = recorder.track_tree(tree)
+    tracked = map_tensors(recorder.track, tree)
     again = untrack_tree(tracked)
 
     assert type(tree["a"]) is Tensor
