@@ -101,7 +101,7 @@ class Agent:
         if command.world_size:
             self._service.form(command)
         self._introduce()
-        return Done(value={"backend": self._service.backend, "pid": os.getpid()})
+        return Done(value={"backend": self._service.transport, "pid": os.getpid()})
 
     @property
     def _service(self) -> GroupService:

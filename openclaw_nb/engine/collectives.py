@@ -13,6 +13,7 @@ Knows torch's process groups; does not know cells, ranks of the cluster or why a
 
 from __future__ import annotations
 
+import functools
 import queue
 import threading
 import time
@@ -454,23 +455,39 @@ class ReleasableGroup(_ProcessGroup):  # type: ignore[misc]
             self._pending.add(work)
         return work
 
+    def start_apart(self, call: str, tensors: list[torch.Tensor], action: Callable[[], None]) -> PendingWork:
+        """Run ``action`` in place of a backend's call, after what was started this way before.
+
+        Parameters
+        ----------
+        call : str
+            Shown as what this rank waits for.
+        tensors : list of Tensor
+            What the action writes to.
+        action : callable
+            Made by all ranks in the same order. A lost connection counts as the other rank's end.
+        """
+        work = self._begin(call, tensors)
+        self._issue_later(lambda: self._run(work, action))
+        return work
+
     def _finish_apart(self, work: PendingWork, wait: Callable[[], Any]) -> None:
         """Wait on a thread: the backend gives no future for sends and receives."""
+        run = functools.partial(self._run, work, wait)
+        threading.Thread(target=run, name="openclaw-message", daemon=True).start()
+
+    def _run(self, work: PendingWork, action: Callable[[], Any]) -> None:
         with self._lock:
             self._in_backend += 1
-
-        def run() -> None:
-            try:
-                wait()
-            except (OpenClawError, RuntimeError) as error:
-                work.finish(error)
-            else:
-                work.finish(None)
-            finally:
-                with self._lock:
-                    self._in_backend -= 1
-
-        threading.Thread(target=run, name="openclaw-message", daemon=True).start()
+        try:
+            action()
+        except (OpenClawError, OSError, RuntimeError) as error:
+            work.finish(error)
+        else:
+            work.finish(None)
+        finally:
+            with self._lock:
+                self._in_backend -= 1
 
 
 _OPS = {

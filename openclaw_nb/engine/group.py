@@ -26,6 +26,8 @@ from torch.distributed import distributed_c10d as c10d
 from openclaw_nb.core.errors import GroupError, ReleasedError
 from openclaw_nb.engine import gloo
 from openclaw_nb.engine.collectives import ReleasableGroup, Wait
+from openclaw_nb.engine.mesh import Mesh, connect
+from openclaw_nb.engine.sums import SharedMemory
 from openclaw_nb.protocol.messages import FormGroup
 
 _T = TypeVar("_T")
@@ -62,6 +64,8 @@ class GroupService:
         self.world_size = 1
         self.backend = "none"
         self.internal: ReleasableGroup | None = None
+        self.memory: SharedMemory | None = None
+        self._mesh: Mesh | None = None
         self._groups: list[ReleasableGroup] = []
         self._scissors: list[gloo.Scissors] = []
         self._serial = 0
@@ -91,6 +95,7 @@ class GroupService:
             self.backend = self._apart(lambda: _agree_on_backend(store, command))
             self._serial = 0
             self.internal = self._create(dist.PrefixStore("internal", store), command, "step engine")
+            self._share_memory(store, command)
             dist.init_process_group(
                 _BACKEND_NAME,
                 store=dist.PrefixStore("user", store),
@@ -110,7 +115,7 @@ class GroupService:
             dist.destroy_process_group()
         # A failed rendezvous leaves the counter that names groups raised on this rank alone.
         c10d._world.group_count = 0
-        self.internal = None
+        self.internal = self.memory = self._mesh = None
         self.rank, self.world_size, self.backend = 0, 1, "none"
         self._groups, self._scissors = [], []
 
@@ -120,18 +125,25 @@ class GroupService:
             return
         self._cause = cause
         self._stop.set()
-        groups, scissors = list(self._groups), list(self._scissors)
+        groups, scissors, mesh = list(self._groups), list(self._scissors), self._mesh
         for group in groups:
             group.release(cause)
+        if mesh is not None:
+            mesh.cut()
         if groups or scissors:
             threading.Thread(
-                target=_bury, args=(groups, scissors), name="openclaw-undertaker", daemon=True
+                target=_bury, args=(groups, scissors, self.memory), name="openclaw-undertaker", daemon=True
             ).start()
 
     @property
     def intact(self) -> bool:
         """Whether a group stands and was not released."""
         return self.internal is not None and not self._stop.is_set()
+
+    @property
+    def transport(self) -> str:
+        """What the ranks' data goes through."""
+        return f"{self.backend} + shared memory" if self.memory is not None else self.backend
 
     def current_wait(self) -> Wait | None:
         """Return what this rank waits for, if it waits in a collective."""
@@ -146,6 +158,16 @@ class GroupService:
         timeout = timedelta(seconds=command.timeout_seconds)
         client = dist.TCPStore(command.store_host, command.store_port, is_master=False, timeout=timeout)
         return dist.PrefixStore(f"epoch-{command.epoch}", client)
+
+    def _share_memory(self, store: dist.Store, command: FormGroup) -> None:
+        """Let the step engine reduce through shared memory, where all ranks are on one host and none uses a GPU."""
+        if command.backend != "auto" or self.backend != "gloo" or command.world_size == 1:
+            return
+        place = dist.PrefixStore("mesh", store)
+        self._mesh = self._apart(lambda: connect(place, command.rank, command.world_size))
+        if self._mesh is not None:
+            mesh = self._mesh
+            self.memory = self._apart(lambda: SharedMemory(mesh))
 
     def _create_user_group(
         self, store: dist.Store, rank: int, size: int, timeout: timedelta
@@ -204,8 +226,8 @@ class GroupService:
         return box[0]
 
 
-def _bury(groups: list[ReleasableGroup], scissors: list[gloo.Scissors]) -> None:
-    """Cut the groups' sockets until their backends are silent, then drop them.
+def _bury(groups: list[ReleasableGroup], scissors: list[gloo.Scissors], memory: SharedMemory | None) -> None:
+    """Cut the groups' sockets until their backends are silent, then drop them and the memory.
 
     Runs on a thread of its own: a backend's destructor waits for its threads.
     """
@@ -225,6 +247,8 @@ def _bury(groups: list[ReleasableGroup], scissors: list[gloo.Scissors]) -> None:
         group.bury()
     for blade in scissors:
         blade.close()
+    if memory is not None:
+        memory.close()
 
 
 def _agree_on_backend(store: dist.Store, command: FormGroup) -> str:

@@ -293,10 +293,10 @@ class Recorder:
         return found
 
     def _tail(self, root: Tensor) -> list[Op]:
-        op = root.__dict__.get("_op")
+        op: Any = root.__dict__.get("_op")
         if type(op) is not Op or op.recorder is not self:
             return []
-        tail = self._tails.get(op)
+        tail: list[Op] | None = self._tails.get(op)
         if tail is None:  # nothing that is recorded later can be part of it
             tail = self._tails[op] = ancestors(op, self._mutations)
         return tail

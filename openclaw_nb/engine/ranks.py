@@ -11,7 +11,9 @@ from typing import Any
 
 import torch
 
-from openclaw_nb.engine.collectives import PendingWork, ReleasableGroup
+from openclaw_nb.engine.collectives import ReleasableGroup, signature
+from openclaw_nb.engine.mesh import MAX_BYTES, Mesh
+from openclaw_nb.engine.sums import Layout, SharedMemory, Sum, make_sums
 
 
 class Ranks:
@@ -21,25 +23,37 @@ class Ranks:
     ----------
     group : ReleasableGroup
         The step engine's own group.
+    memory : SharedMemory, optional
+        What the ranks share if they are on one host.
     """
 
-    def __init__(self, group: ReleasableGroup) -> None:
+    def __init__(self, group: ReleasableGroup, memory: SharedMemory | None = None) -> None:
         self.group = group
+        self._memory = memory
         self.rank: int = group.rank()
         self.size: int = group.size()
 
-    def start_sum(self, tensor: torch.Tensor) -> PendingWork | None:
-        """Begin to sum a tensor over the ranks in place; None when there is only one rank."""
-        return self.group.allreduce([tensor]) if self.size > 1 else None
+    def make_sums(self, layouts: Sequence[Layout]) -> Sequence[Sum]:
+        """Return what sums a flat tensor over the ranks, again and again, for each layout."""
+        return make_sums(self.group, self._memory, layouts)
 
     def gather(self, vector: torch.Tensor) -> torch.Tensor:
         """Return the ranks' vectors as rows, shape [size, k] for vectors of k values."""
         if self.size == 1:
             return vector.detach().unsqueeze(0)
         source = vector.detach().contiguous()
+        if self._memory is not None and 0 < source.nbytes <= MAX_BYTES and source.device.type == "cpu":
+            return self._gather_through(self._memory.mesh, source)
         rows = [torch.empty_like(source) for _ in range(self.size)]
         self.group.allgather([rows], [source]).wait()
         return torch.stack(rows)
+
+    def _gather_through(self, mesh: Mesh, source: torch.Tensor) -> torch.Tensor:
+        rows: list[bytes] = []
+        call = signature("all_gather", [source])
+        self.group.start_apart(call, [], lambda: rows.extend(mesh.exchange(_bytes_of(source)))).wait()
+        flat = torch.frombuffer(bytearray(b"".join(rows)), dtype=source.dtype)
+        return flat.view(self.size, *source.shape)
 
     def broadcast(self, value: Any) -> Any:
         """Return rank 0's value on every rank."""
@@ -77,3 +91,7 @@ class Ranks:
         parts = [torch.empty_like(padded) for _ in counts]
         self.group.allgather([parts], [padded]).wait()
         return torch.cat([part[:count] for part, count in zip(parts, counts, strict=True)])
+
+
+def _bytes_of(tensor: torch.Tensor) -> bytes:
+    return tensor.view(-1).view(torch.uint8).numpy().tobytes()

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from openclaw_nb.engine.collectives import PendingWork
 from openclaw_nb.engine.ranks import Ranks
+from openclaw_nb.engine.sums import Layout, Sum
 
 BUCKET_BYTES = 25 * 1024 * 1024
 # The first bucket is small, so that there is something to send early in the backward pass.
@@ -29,15 +30,23 @@ _SMALL = 16_384
 _EXACT = (torch.float32, torch.float64)
 
 
-@dataclass
-class _Bucket:
-    """One flat buffer: gradients, a use count for each parameter, and room for a message."""
+@dataclass(frozen=True)
+class _Parts:
+    """Views of a flat tensor: gradients, a use count for each parameter, and room for a message."""
 
-    parameters: list[torch.nn.Parameter]
-    flat: Tensor
-    views: list[Tensor]
+    gradients: list[Tensor]
     counts: Tensor
     message: Tensor
+
+
+@dataclass
+class _Bucket:
+    """Parameters whose gradients are summed as one flat tensor, with its inputs of each turn and its result."""
+
+    parameters: list[torch.nn.Parameter]
+    sum: Sum
+    inputs: list[_Parts]
+    result: _Parts
     ready: set[int] = field(default_factory=set)
     work: PendingWork | None = None
 
@@ -72,14 +81,13 @@ class GradientReducer:
         message_size: int,
         bucket_bytes: int = BUCKET_BYTES,
     ) -> None:
-        self._ranks = ranks
         self._factor = 1.0
         self._enabled = False
-        self._launched = 0
+        self._launched = self._turn = 0
         self.strayed = self.repeated = False
         self.parameters = [p for p in parameters if p.requires_grad]
         groups = _fill_buckets(list(reversed(self.parameters)), bucket_bytes)
-        self._buckets, self._carrier = _make_buckets(groups, message_size)
+        self._buckets, self._carrier = _make_buckets(groups, message_size, ranks)
         self._place = {
             id(p): (bucket, i) for bucket in self._buckets for i, p in enumerate(bucket.parameters)
         }
@@ -100,10 +108,11 @@ class GradientReducer:
         self._factor = factor
         self._enabled = True
         self._launched = 0
+        self._turn = (self._turn + 1) % len(self._carrier.inputs)
         for bucket in self._buckets:
             bucket.ready.clear()
             bucket.work = None
-        self._carrier.message.copy_(message)
+        self._carrier.inputs[self._turn].message.copy_(message)
 
     def _on_ready(self, parameter: Tensor) -> None:
         if not self._enabled:
@@ -113,7 +122,7 @@ class GradientReducer:
         self.repeated |= place in bucket.ready
         bucket.ready.add(place)
         if parameter.numel() > _SMALL:
-            torch.mul(_gradient(parameter), self._factor, out=bucket.views[place])
+            torch.mul(_gradient(parameter), self._factor, out=bucket.inputs[self._turn].gradients[place])
         if bucket.is_full:
             self._launch_in_order()
 
@@ -123,13 +132,14 @@ class GradientReducer:
             self._launch(self._buckets[self._launched])
 
     def _launch(self, bucket: _Bucket) -> None:
-        self._copy_small(bucket)
-        bucket.counts.fill_(1.0)
+        parts = bucket.inputs[self._turn]
+        self._copy_small(bucket, parts)
+        parts.counts.fill_(1.0)
         for i in range(0 if bucket.is_full else len(bucket.parameters)):
             if i not in bucket.ready:
-                bucket.counts[i] = 0.0
-                self._copy_unused(bucket.parameters[i], bucket.views[i])
-        bucket.work = self._ranks.start_sum(bucket.flat)
+                parts.counts[i] = 0.0
+                self._copy_unused(bucket.parameters[i], parts.gradients[i])
+        bucket.work = bucket.sum.start(self._turn)
         self._launched += 1
 
     def _copy_unused(self, parameter: Tensor, view: Tensor) -> None:
@@ -139,11 +149,11 @@ class GradientReducer:
         else:
             torch.mul(parameter.grad, self._factor, out=view)
 
-    def _copy_small(self, bucket: _Bucket) -> None:
+    def _copy_small(self, bucket: _Bucket, parts: _Parts) -> None:
         """Copy what `_on_ready` left: one call for many small gradients costs less than one each."""
         small = [i for i in bucket.ready if bucket.parameters[i].numel() <= _SMALL]
         if small:
-            views = [bucket.views[i] for i in small]
+            views = [parts.gradients[i] for i in small]
             torch._foreach_copy_(views, [_gradient(bucket.parameters[i]) for i in small])
             torch._foreach_mul_(views, self._factor)
 
@@ -155,13 +165,13 @@ class GradientReducer:
         for bucket in self._buckets:
             if bucket.work is not None:
                 bucket.work.wait()
-        return self._carrier.message.double().cpu()
+        return self._carrier.result.message.double().cpu()
 
     def set_gradients(self) -> None:
         """Give each parameter that some rank used its averaged gradient."""
         for bucket in self._buckets:
-            used = bucket.counts.tolist()
-            for parameter, view, count in zip(bucket.parameters, bucket.views, used, strict=True):
+            used = bucket.result.counts.tolist()
+            for parameter, view, count in zip(bucket.parameters, bucket.result.gradients, used, strict=True):
                 if count:
                     parameter.grad = view
 
@@ -201,27 +211,37 @@ def _fill_buckets(
     return buckets
 
 
-def _make_buckets(groups: list[list[torch.nn.Parameter]], message_size: int) -> tuple[list[_Bucket], _Bucket]:
+def _make_buckets(
+    groups: list[list[torch.nn.Parameter]], message_size: int, ranks: Ranks
+) -> tuple[list[_Bucket], _Bucket]:
     """Return the buckets, and which of them carries the message: the first that is precise enough."""
     exact = [i for i, group in enumerate(groups) if group[0].dtype in _EXACT]
-    carrier = exact[0] if exact else len(groups)
-    buckets = [_make_bucket(group, message_size if i == carrier else 0) for i, group in enumerate(groups)]
     if not exact:
-        buckets.append(_make_bucket([], message_size))
+        groups = [*groups, []]
+    carrier = exact[0] if exact else len(groups) - 1
+    sizes = [message_size if i == carrier else 0 for i in range(len(groups))]
+    sums = ranks.make_sums([_layout(group, size) for group, size in zip(groups, sizes, strict=True)])
+    buckets = [_make_bucket(*given) for given in zip(groups, sums, sizes, strict=True)]
     return buckets, buckets[carrier]
+
+
+def _layout(parameters: list[torch.nn.Parameter], message_size: int) -> Layout:
+    dtype, device = _kind(parameters[0]) if parameters else (torch.float64, torch.device("cpu"))
+    return Layout(sum(p.numel() + 1 for p in parameters) + message_size, dtype, device)
+
+
+def _make_bucket(parameters: list[torch.nn.Parameter], total: Sum, message_size: int) -> _Bucket:
+    def cut(flat: Tensor) -> _Parts:
+        *parts, counts, message = flat.split([*sizes, len(sizes), message_size])
+        views = [_view_like(part, parameter) for part, parameter in zip(parts, parameters, strict=True)]
+        return _Parts(views, counts, message)
+
+    sizes = [p.numel() for p in parameters]
+    return _Bucket(parameters, total, [cut(flat) for flat in total.inputs], cut(total.result))
 
 
 def _kind(parameter: Tensor) -> tuple[Any, Any]:
     return parameter.dtype, parameter.device
-
-
-def _make_bucket(parameters: list[torch.nn.Parameter], message_size: int) -> _Bucket:
-    dtype, device = _kind(parameters[0]) if parameters else (torch.float64, torch.device("cpu"))
-    sizes = [p.numel() for p in parameters]
-    flat = torch.zeros(sum(sizes) + len(sizes) + message_size, dtype=dtype, device=device)
-    *parts, counts, message = flat.split([*sizes, len(sizes), message_size])
-    views = [_view_like(part, parameter) for part, parameter in zip(parts, parameters, strict=True)]
-    return _Bucket(parameters, flat, views, counts, message)
 
 
 def _view_like(part: Tensor, parameter: Tensor) -> Tensor:

@@ -50,7 +50,7 @@ def strategy_context(
         raise GroupError("The worker is in no group. Run %openclaw reset to form one.")
     notes: list[str] = []
     report["notes"] = notes
-    context = CellContext(Ranks(group.internal), spec, source, namespace, publisher, notes)
+    context = CellContext(Ranks(group.internal, group.memory), spec, source, namespace, publisher, notes)
     strategy = strategy_class(context)
     try:
         strategy.enter()

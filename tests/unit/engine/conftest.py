@@ -16,6 +16,8 @@ import torch.distributed as dist
 
 from openclaw_nb.engine import gloo
 from openclaw_nb.engine.collectives import ReleasableGroup
+from openclaw_nb.engine.mesh import Mesh, connect
+from openclaw_nb.engine.sums import SharedMemory
 
 LIMIT_SECONDS = 20.0
 _TAG = uuid.uuid4().hex
@@ -37,6 +39,21 @@ def form(size: int, *, compare: bool = False) -> tuple[list[ReleasableGroup], st
 
     on_threads([lambda rank=rank: join(rank) for rank in range(size)])  # type: ignore[misc]
     return [group for group in groups if group is not None], address
+
+
+def connect_ranks(size: int) -> list[Mesh]:
+    """Connect ``size`` ranks; return each one's mesh."""
+    store = dist.HashStore()
+    meshes = on_threads([lambda rank=rank: connect(store, rank, size) for rank in range(size)])  # type: ignore[misc]
+    assert all(meshes)
+    return meshes
+
+
+def share_memory(size: int) -> list[SharedMemory | None]:
+    """Give ``size`` ranks memory in common; one rank has nobody to share with."""
+    if size == 1:
+        return [None]
+    return on_threads([lambda mesh=mesh: SharedMemory(mesh) for mesh in connect_ranks(size)])  # type: ignore[misc]
 
 
 def disband(groups: list[ReleasableGroup]) -> None:

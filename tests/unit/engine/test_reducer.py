@@ -6,17 +6,37 @@ Its gradient is r + 1 everywhere, so that the average over N ranks is (N + 1) / 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from openclaw_nb.engine.collectives import ReleasableGroup
 from openclaw_nb.engine.ranks import Ranks
 from openclaw_nb.engine.reducer import GradientReducer
 
-from .conftest import OnRanks
+from .conftest import OnRanks, disband, form, on_threads, share_memory
+
+
+@pytest.fixture(params=["backend", "shared memory"])
+def on_ranks(request: pytest.FixtureRequest) -> OnRanks:
+    """Return ``on_ranks(body, size=2)``, which lists what ``body(ranks)`` returns on each rank."""
+
+    def run(body: Callable[[Ranks], Any], size: int = 2) -> list[Any]:
+        groups, _ = form(size)
+        shared = share_memory(size) if request.param == "shared memory" else [None] * size
+        ranks = [Ranks(*pair) for pair in zip(groups, shared, strict=True)]
+        try:
+            return on_threads([lambda each=each: body(each) for each in ranks])  # type: ignore[misc]
+        finally:
+            ranks.clear()
+            disband(groups)
+            for memory in filter(None, shared):
+                memory.close()
+
+    return run
+
 
 NO_MESSAGE = torch.zeros(1, dtype=torch.float64)
 
@@ -44,15 +64,13 @@ SHAPES = [(3,), (2, 5), (), (200, 100), (40,), (300, 1000), (1, 1)]  # small and
 def test_gradients_are_averaged_whatever_the_buckets(
     on_ranks: OnRanks, num_ranks: int, bucket_bytes: int
 ) -> None:
-    def body(group: ReleasableGroup) -> list[Any]:
+    def body(ranks: Ranks) -> list[Any]:
         own = parameters(*SHAPES)
-        reducer = GradientReducer(
-            own, Ranks(group), message_size=NO_MESSAGE.numel(), bucket_bytes=bucket_bytes
-        )
+        reducer = GradientReducer(own, ranks, message_size=NO_MESSAGE.numel(), bucket_bytes=bucket_bytes)
         for _ in range(2):
             for parameter in own:
                 parameter.grad = None
-            loss = sum(p.sum() for p in own) * (group.rank() + 1)
+            loss = sum(p.sum() for p in own) * (ranks.rank + 1)
             run_pass(reducer, loss, 1 / num_ranks)
         return values(own)
 
@@ -61,31 +79,31 @@ def test_gradients_are_averaged_whatever_the_buckets(
 
 
 def test_gradients_accumulate_over_passes_as_on_one_device(on_ranks: OnRanks) -> None:
-    def body(group: ReleasableGroup) -> list[Any]:
+    def body(ranks: Ranks) -> list[Any]:
         own = parameters((2,), (2,))
-        reducer = GradientReducer(own, Ranks(group), message_size=NO_MESSAGE.numel(), bucket_bytes=1)
+        reducer = GradientReducer(own, ranks, message_size=NO_MESSAGE.numel(), bucket_bytes=1)
         for scale in (1.0, 10.0, 100.0):
-            run_pass(reducer, sum(p.sum() for p in own) * scale * (group.rank() + 1), 0.5)
+            run_pass(reducer, sum(p.sum() for p in own) * scale * (ranks.rank + 1), 0.5)
         return values(own)
 
     assert on_ranks(body) == [[[166.5] * 2] * 2] * 2
 
 
 def test_a_parameter_that_one_rank_used_is_averaged_with_nothing(on_ranks: OnRanks) -> None:
-    def body(group: ReleasableGroup) -> list[Any]:
+    def body(ranks: Ranks) -> list[Any]:
         own = parameters((2,), (2,), (2,))
-        reducer = GradientReducer(own, Ranks(group), message_size=NO_MESSAGE.numel())
-        run_pass(reducer, own[0].sum() + (own[1].sum() if group.rank() else 0.0), 0.5)
+        reducer = GradientReducer(own, ranks, message_size=NO_MESSAGE.numel())
+        run_pass(reducer, own[0].sum() + (own[1].sum() if ranks.rank else 0.0), 0.5)
         return values(own)
 
     assert on_ranks(body) == [[[1.0, 1.0], [0.5, 0.5], None]] * 2
 
 
 def test_a_parameter_that_no_rank_used_keeps_the_gradient_that_it_was_given(on_ranks: OnRanks) -> None:
-    def body(group: ReleasableGroup) -> list[Any]:
+    def body(ranks: Ranks) -> list[Any]:
         own = parameters((2,), (2,))
         own[1].grad = torch.full((2,), 7.0)
-        run_pass(GradientReducer(own, Ranks(group), message_size=NO_MESSAGE.numel()), own[0].sum(), 0.5)
+        run_pass(GradientReducer(own, ranks, message_size=NO_MESSAGE.numel()), own[0].sum(), 0.5)
         return values(own)
 
     assert on_ranks(body) == [[[1.0, 1.0], [7.0, 7.0]]] * 2
@@ -99,10 +117,10 @@ def test_the_message_is_summed_with_the_precision_of_its_bucket(
 ) -> None:
     """Gradients of less than float32 leave the message a float64 bucket of its own."""
 
-    def body(group: ReleasableGroup) -> list[float]:
+    def body(ranks: Ranks) -> list[float]:
         own = parameters((2,), dtype=dtype)
-        message = torch.tensor([1 / 3, 2.0**20 + group.rank()], dtype=torch.float64)
-        reducer = GradientReducer(own, Ranks(group), message_size=2)
+        message = torch.tensor([1 / 3, 2.0**20 + ranks.rank], dtype=torch.float64)
+        reducer = GradientReducer(own, ranks, message_size=2)
         reducer.begin(0.5, message)
         own[0].sum().backward()
         return reducer.finish().tolist()
@@ -112,12 +130,12 @@ def test_the_message_is_summed_with_the_precision_of_its_bucket(
 
 
 def test_types_are_kept_apart_and_frozen_parameters_left_out(on_ranks: OnRanks) -> None:
-    def body(group: ReleasableGroup) -> list[Any]:
+    def body(ranks: Ranks) -> list[Any]:
         own = [*parameters((2,)), *parameters((2,), dtype=torch.float64), *parameters((2,))]
         own[2].requires_grad_(False)
-        reducer = GradientReducer(own, Ranks(group), message_size=NO_MESSAGE.numel())
+        reducer = GradientReducer(own, ranks, message_size=NO_MESSAGE.numel())
         assert reducer.parameters == own[:2]
-        run_pass(reducer, (own[0].sum() + own[1].sum()) * (group.rank() + 1), 0.5)
+        run_pass(reducer, (own[0].sum() + own[1].sum()) * (ranks.rank + 1), 0.5)
         return [own[0].grad.dtype, own[1].grad.dtype, *values(own)]
 
     assert on_ranks(body) == [[torch.float32, torch.float64, [1.5, 1.5], [1.5, 1.5], None]] * 2
@@ -134,11 +152,11 @@ def test_types_are_kept_apart_and_frozen_parameters_left_out(on_ranks: OnRanks) 
     ids=["contiguous", "channels last", "transposed", "expanded"],
 )
 def test_gradients_match_their_parameter_in_place(on_ranks: OnRanks, lay_out: Any) -> None:
-    def body(group: ReleasableGroup) -> None:
+    def body(ranks: Ranks) -> None:
         own = nn.Parameter(lay_out(torch.zeros(2, 3, 4, 5)))
         weights = torch.arange(120.0).reshape(own.shape)
-        reducer = GradientReducer([own], Ranks(group), message_size=NO_MESSAGE.numel())
-        run_pass(reducer, (own * weights).sum() * (group.rank() + 1), 0.5)
+        reducer = GradientReducer([own], ranks, message_size=NO_MESSAGE.numel())
+        run_pass(reducer, (own * weights).sum() * (ranks.rank + 1), 0.5)
         assert own.grad is not None
         assert torch.equal(own.grad, weights * 1.5)
         if own.is_contiguous(memory_format=torch.channels_last):
@@ -148,9 +166,9 @@ def test_gradients_match_their_parameter_in_place(on_ranks: OnRanks, lay_out: An
 
 
 def test_a_gradient_outside_of_an_announced_pass_strays(on_ranks: OnRanks) -> None:
-    def body(group: ReleasableGroup) -> None:
+    def body(ranks: Ranks) -> None:
         own = parameters((2,))
-        reducer = GradientReducer(own, Ranks(group), message_size=NO_MESSAGE.numel())
+        reducer = GradientReducer(own, ranks, message_size=NO_MESSAGE.numel())
         run_pass(reducer, own[0].sum(), 1.0)
         assert not reducer.strayed
         own[0].sum().backward()
@@ -160,9 +178,9 @@ def test_a_gradient_outside_of_an_announced_pass_strays(on_ranks: OnRanks) -> No
 
 
 def test_dropped_gradients_are_none(on_ranks: OnRanks) -> None:
-    def body(group: ReleasableGroup) -> list[Any]:
+    def body(ranks: Ranks) -> list[Any]:
         own = parameters((2,), (2,))
-        reducer = GradientReducer(own, Ranks(group), message_size=NO_MESSAGE.numel())
+        reducer = GradientReducer(own, ranks, message_size=NO_MESSAGE.numel())
         reducer.begin(1.0, NO_MESSAGE)
         sum(p.sum() for p in own).backward()
         reducer.drop_gradients()
@@ -172,9 +190,9 @@ def test_dropped_gradients_are_none(on_ranks: OnRanks) -> None:
 
 
 def test_after_removal_gradients_are_tensors_of_their_own_and_nothing_is_followed(on_ranks: OnRanks) -> None:
-    def body(group: ReleasableGroup) -> None:
+    def body(ranks: Ranks) -> None:
         own = parameters((2,), (3,))
-        reducer = GradientReducer(own, Ranks(group), message_size=NO_MESSAGE.numel())
+        reducer = GradientReducer(own, ranks, message_size=NO_MESSAGE.numel())
         run_pass(reducer, sum(p.sum() for p in own), 1.0)
         reducer.remove()
         storages = {p.grad.untyped_storage().data_ptr() for p in own}

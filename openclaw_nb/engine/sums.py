@@ -1,0 +1,236 @@
+"""Sums flat tensors over the ranks: through shared memory where all ranks are on one host, else the backend.
+
+    input of each rank ── in memory that every rank of the host has mapped
+        │ all ranks are ready
+        ▼
+    2 ranks, or few values: each adds everything up itself
+    else:                   rank r adds up its r-th part (reduce-scatter), then takes over the others' (all-gather)
+        ▼
+    result ── the rank's own memory, the same bits on every rank
+
+Inputs take turns (two of them), so that a rank can fill the next while another still reads the last. The memory has no
+name (``memfd_create``): whatever happens to the processes, nothing is left, and ``/dev/shm`` may be small.
+
+The two-step form is that of Rabenseifner, "Optimization of Collective Reduction Operations", ICCS 2004.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import struct
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import psutil
+import torch
+from torch import Tensor
+
+from openclaw_nb.core.errors import MismatchError
+from openclaw_nb.engine.collectives import PendingWork, ReleasableGroup, signature
+from openclaw_nb.engine.mesh import Mesh
+
+_NUM_TURNS = 2
+_ALIGNMENT = 64  # bytes of a cache line: ranks do not write into each other's
+_REPLY = struct.Struct("<Q?")
+_FEW_BYTES = 16 * 1024
+# The share of the memory that is free now which all ranks' inputs together may take.
+_MEMORY_SHARE = 0.5
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A flat tensor to be summed: number of values, their type and device."""
+
+    numel: int
+    dtype: torch.dtype
+    device: torch.device
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that it takes in shared memory."""
+        size = self.numel * self.dtype.itemsize
+        return -(-size // _ALIGNMENT) * _ALIGNMENT
+
+
+class BackendSum:
+    """A sum that is made again and again, in place, by the group's backend.
+
+    ``inputs`` are filled in turn, ``result`` is there when what `start` returned has been waited for.
+
+    Parameters
+    ----------
+    group : ReleasableGroup
+        The ranks.
+    layout : Layout
+        What is summed.
+    """
+
+    def __init__(self, group: ReleasableGroup, layout: Layout) -> None:
+        self._group = group
+        self.result = torch.zeros(layout.numel, dtype=layout.dtype, device=layout.device)
+        self.inputs = (self.result,)
+
+    def start(self, turn: int) -> PendingWork | None:
+        """Begin to sum; None when there is nothing to wait for."""
+        return self._group.allreduce([self.result]) if self._group.size() > 1 else None
+
+
+class SharedSum:
+    """A sum as `BackendSum`, through shared memory.
+
+    Parameters
+    ----------
+    group : ReleasableGroup
+        Where the call is noted; ends its wait on release.
+    mesh : Mesh
+        By which the ranks wait for each other.
+    inputs : sequence of sequence of Tensor
+        Each turn's input of each rank, ``inputs[turn][rank]``.
+    """
+
+    def __init__(self, group: ReleasableGroup, mesh: Mesh, inputs: Sequence[Sequence[Tensor]]) -> None:
+        self._group, self._mesh = group, mesh
+        self._every = inputs
+        self.inputs = [turn[mesh.rank] for turn in inputs]
+        self.result = torch.zeros_like(self.inputs[0])
+        self._call = signature("all_reduce", [self.result], "sum")
+        size = self.result.numel()
+        direct = mesh.size == 2 or size * self.result.element_size() <= _FEW_BYTES
+        self._bounds = (
+            [(0, size)] * mesh.size if direct else _parts(size, mesh.size, self.result.element_size())
+        )
+        self._direct = direct
+
+    def start(self, turn: int) -> PendingWork:
+        """Begin to sum ``inputs[turn]``."""
+        return self._group.start_apart(self._call, [self.result], lambda: self._sum(self._every[turn]))
+
+    def _sum(self, inputs: Sequence[Tensor]) -> None:
+        self._mesh.exchange()
+        rank = self._mesh.rank
+        low, high = self._bounds[rank]
+        own = self.result[low:high]
+        torch.add(inputs[0][low:high], inputs[1][low:high], out=own)
+        for more in inputs[2:]:
+            own.add_(more[low:high])
+        if self._direct:
+            return
+        inputs[rank][low:high].copy_(own)
+        self._mesh.exchange()
+        for source, (low, high) in enumerate(self._bounds):
+            if source != rank:
+                self.result[low:high].copy_(inputs[source][low:high])
+
+
+def _parts(numel: int, count: int, item_bytes: int) -> list[tuple[int, int]]:
+    """Cut a range into ``count`` parts whose bounds are on cache lines."""
+    line = _ALIGNMENT // item_bytes
+    step = -(-numel // (count * line)) * line
+    return [(min(i * step, numel), min((i + 1) * step, numel)) for i in range(count)]
+
+
+Sum = BackendSum | SharedSum
+
+
+class SharedMemory:
+    """Memory of every rank of the host, mapped by every rank; grows, and is kept for the group's life.
+
+    Parameters
+    ----------
+    mesh : Mesh
+        The ranks. Only the thread that runs the group's calls may talk on it.
+    """
+
+    def __init__(self, mesh: Mesh) -> None:
+        self.mesh = mesh
+        self._size = 0
+        self._maps: list[mmap.mmap] = []
+        own = os.memfd_create("openclaw-sums", os.MFD_CLOEXEC)
+        try:
+            self._files = mesh.share_file(own)
+        finally:
+            os.close(own)
+
+    def lay_out(self, layouts: Sequence[Layout]) -> list[list[list[Tensor]]] | None:
+        """Place inputs over whatever was placed before. Every rank calls this with the same layouts.
+
+        Returns
+        -------
+        list or None
+            ``[layout][turn][rank]``; None, on every rank, if on some rank the memory is too small for it.
+
+        Raises
+        ------
+        MismatchError
+            When the ranks' layouts have different sizes.
+        """
+        total = _NUM_TURNS * sum(layout.num_bytes for layout in layouts)
+        can = total <= self._size or self._grow(total)
+        replies = [_REPLY.unpack(reply) for reply in self.mesh.exchange(_REPLY.pack(total, can))]
+        if len({size for size, _ in replies}) > 1:
+            raise MismatchError(
+                f"The ranks' gradients differ in size: {', '.join(str(size) for size, _ in replies)} bytes by rank. "
+                "Every rank must train the same parameters."
+            )
+        if not all(able for _, able in replies):
+            return None
+        if total > self._size:
+            self._maps = [mmap.mmap(file, total) for file in self._files]
+            self._size = total
+        return [[self._place(layout, start) for start in starts] for layout, starts in _starts(layouts)]
+
+    def _grow(self, size: int) -> bool:
+        if size * self.mesh.size > _MEMORY_SHARE * psutil.virtual_memory().available:
+            return False
+        try:  # written to now, the memory is either there or an error; later it would be a signal
+            os.posix_fallocate(self._files[self.mesh.rank], 0, size)
+        except OSError:
+            return False
+        return True
+
+    def _place(self, layout: Layout, start: int) -> list[Tensor]:
+        return [
+            torch.frombuffer(memory, dtype=layout.dtype, count=layout.numel, offset=start)
+            for memory in self._maps
+        ]
+
+    def close(self) -> None:
+        """Let go of the files and the ranks; the memory goes with the last tensor in it."""
+        self.mesh.close()
+        self._maps = []
+        for file in self._files:
+            with contextlib.suppress(OSError):
+                os.close(file)
+        self._files = []
+
+
+def _starts(layouts: Sequence[Layout]) -> Iterator[tuple[Layout, list[int]]]:
+    start = 0
+    for layout in layouts:
+        yield layout, [start + turn * layout.num_bytes for turn in range(_NUM_TURNS)]
+        start += _NUM_TURNS * layout.num_bytes
+
+
+def make_sums(
+    group: ReleasableGroup, memory: SharedMemory | None, layouts: Sequence[Layout]
+) -> Sequence[Sum]:
+    """Return a sum for each layout, through shared memory where that can be. Every rank calls this alike.
+
+    Parameters
+    ----------
+    group : ReleasableGroup
+        The ranks.
+    memory : SharedMemory or None
+        Theirs, if they are on one host.
+    layouts : sequence of Layout
+        What is to be summed.
+    """
+    if memory is None or any(layout.device.type != "cpu" for layout in layouts):
+        return [BackendSum(group, layout) for layout in layouts]
+    placed: list[list[list[list[Tensor]]] | None] = []
+    group.start_apart("shared memory", [], lambda: placed.append(memory.lay_out(layouts))).wait()
+    if placed[0] is None:
+        return [BackendSum(group, layout) for layout in layouts]
+    return [SharedSum(group, memory.mesh, inputs) for inputs in placed[0]]
