@@ -166,42 +166,32 @@ class Door:
         Future
             Of the reply; `WorkerDiedError` when the worker's process ends first.
         """
-        answer: Future[Reply] = Future()
-        try:
-            sent = self._client.send_execute_request(
-                self._client._mux_stream,
-                "",
-                silent=True,
-                metadata={_KEY: codec.encode(command)},
-                ident=self._identity(worker),
-            )
-        except WorkerDiedError as error:
-            answer.set_exception(error)
-            return answer
-        sent.add_done_callback(lambda future: self._settle(worker, answer, future))
-        return answer
+        return self._ask(
+            worker,
+            lambda client, ident: client.send_execute_request(
+                client._mux_stream, "", silent=True, metadata={_KEY: codec.encode(command)}, ident=ident
+            ),
+        )
 
     def request_at_once(self, worker: int, command: Command) -> Future[Reply]:
         """Send a command on the control channel."""
-        answer: Future[Reply] = Future()
-        try:
-            sent = self._client._send(
-                self._client._control_stream,
-                "openclaw_request",
-                content={_KEY: codec.encode(command)},
-                ident=self._identity(worker),
-            )
-        except WorkerDiedError as error:
-            answer.set_exception(error)
-            return answer
-        sent.add_done_callback(lambda future: self._settle(worker, answer, future))
-        return answer
+        return self._ask(
+            worker,
+            lambda client, ident: client._send(
+                client._control_stream, "openclaw_request", content={_KEY: codec.encode(command)}, ident=ident
+            ),
+        )
 
-    def _identity(self, worker: int) -> bytes:
-        identity = self._client._engines.get(worker)
+    def _ask(self, worker: int, send: Callable[[Any, bytes], Any]) -> Future[Reply]:
+        answer: Future[Reply] = Future()
+        client = self._client
+        identity = client._engines.get(worker) if client is not None else None
         if identity is None:
-            raise WorkerDiedError(f"Worker {worker} is gone.")
-        return str(identity).encode()
+            answer.set_exception(WorkerDiedError(f"Worker {worker} is gone."))
+        else:
+            sent = send(client, str(identity).encode())
+            sent.add_done_callback(lambda future: self._settle(worker, answer, future))
+        return answer
 
     def _settle(self, worker: int, answer: Future[Reply], sent: Any) -> None:
         try:
@@ -242,9 +232,15 @@ class _EventListener:
     def _run(self) -> None:
         while not self._closing.is_set():
             if self._socket.poll(200):
-                _, frames = self._session.feed_identities(self._socket.recv_multipart())
-                self._on_event(codec.decode(self._session.deserialize(frames)["content"]))
+                self._hear(self._socket.recv_multipart())
         self._socket.close()
+
+    def _hear(self, parts: list[bytes]) -> None:
+        try:
+            _, frames = self._session.feed_identities(parts)
+            self._on_event(codec.decode(self._session.deserialize(frames)["content"]))
+        except Exception:  # the next event must be heard whatever was wrong with this one
+            logging.getLogger(__name__).exception("An event of a worker could not be taken.")
 
     def close(self) -> None:
         self._closing.set()

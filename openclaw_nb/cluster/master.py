@@ -11,9 +11,7 @@ Knows workers, epochs and runs; does not know how anything is shown, nor what a 
 from __future__ import annotations
 
 import contextlib
-import os
 import threading
-import time
 from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any
@@ -397,15 +395,3 @@ class MasterNode:
             self._run.worker_died(number)
         if self._membership is not None:
             self._membership.died(number, during_run=self._run is not None and self._run.running)
-
-    def describe(self) -> dict[str, Any]:
-        """Return name, epoch, backend and process ids, for status displays."""
-        return {
-            "name": self.name,
-            "host": self.host,
-            "pid": os.getpid(),
-            "epoch": self.epoch,
-            "backend": self.backend,
-            "world_size": self.world_size,
-            "at": time.time(),
-        }

@@ -11,6 +11,7 @@ and is gone with it anyway when that rank dies.
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import socket
 import threading
@@ -32,6 +33,7 @@ from openclaw_nb.protocol.messages import FormGroup
 
 _T = TypeVar("_T")
 _BACKEND_NAME = "openclaw"
+_GLOO_NAME = "openclaw_gloo"
 # The backend's own limit. A rank that is only slow must not end the others' wait, so it is long: ends of
 # waits come from `release`, this only bounds what a thread of gloo that missed its wake-up can linger.
 _BACKEND_LIMIT = timedelta(minutes=30)
@@ -72,7 +74,10 @@ class GroupService:
         self._stop = threading.Event()
         self._cause = ""
         self._forming: FormGroup | None = None
+        self._forming_since = 0.0
         dist.Backend.register_backend(_BACKEND_NAME, self._create_user_group, devices=["cpu", "cuda"])
+        dist.Backend.register_backend(_GLOO_NAME, self._create_gloo_group, devices=["cpu", "cuda"])
+        c10d.new_group = dist.new_group = _with_own_backends(c10d.new_group)
 
     # --------------------------------------------------------------------------------- form, leave
 
@@ -89,12 +94,15 @@ class GroupService:
         self.leave()
         self._stop.clear()
         self._cause = ""
-        self.epoch, self._forming = command.epoch, command
+        self.epoch, self._forming, self._forming_since = command.epoch, command, time.monotonic()
         try:
             store = self._apart(lambda: self._connect(command))
             self.backend = self._apart(lambda: _agree_on_backend(store, command))
             self._serial = 0
-            self.internal = self._create(dist.PrefixStore("internal", store), command, "step engine")
+            place = dist.PrefixStore("internal", store)
+            self.internal = self._create(
+                place, command, "step engine", command.rank, command.world_size, self.backend
+            )
             self._share_memory(store, command)
             dist.init_process_group(
                 _BACKEND_NAME,
@@ -148,7 +156,7 @@ class GroupService:
     def current_wait(self) -> Wait | None:
         """Return what this rank waits for, if it waits in a collective."""
         if self._forming is not None and self.internal is None and not self._stop.is_set():
-            return Wait("forming the group", "group", self.epoch, time.monotonic())
+            return Wait("forming the group", "group", self.epoch, self._forming_since)
         waits = [g.board.current for g in list(self._groups)]
         return next((w for w in waits if w is not None), None)
 
@@ -173,29 +181,37 @@ class GroupService:
         self, store: dist.Store, rank: int, size: int, timeout: timedelta
     ) -> ReleasableGroup:
         """Build the default group or one of the user's sub-groups; torch calls this."""
+        return self._create_group(store, rank, size, self.backend)
+
+    def _create_gloo_group(
+        self, store: dist.Store, rank: int, size: int, timeout: timedelta
+    ) -> ReleasableGroup:
+        """Build a sub-group for which gloo was asked by name; torch calls this."""
+        return self._create_group(store, rank, size, "gloo")
+
+    def _create_group(self, store: dist.Store, rank: int, size: int, backend: str) -> ReleasableGroup:
         command = self._forming
         if command is None:
             raise GroupError("The worker is in no group. Run %openclaw reset to form one.")
-        return self._create(
-            store, command, "default" if size == command.world_size else "sub-group", rank, size
-        )
+        name = "default" if size == command.world_size else "sub-group"
+        return self._create(store, command, name, rank, size, backend)
 
     def _create(
         self,
         store: dist.Store,
         command: FormGroup,
         name: str,
-        rank: int | None = None,
-        size: int | None = None,
+        rank: int,
+        size: int,
+        backend: str,
     ) -> ReleasableGroup:
-        rank = command.rank if rank is None else rank
-        size = command.world_size if size is None else size
         self._serial += 1
-        address = gloo.private_address(self._tag, command.epoch * 4096 + self._serial)
+        own = gloo.private_address(self._tag, command.epoch * 4096 + self._serial)
+        address = self._apart(lambda: _agree_on_address(store, rank, own))
         self._scissors.append(gloo.Scissors(address))
         witness = self._apart(lambda: gloo.create(store, rank, size, _BACKEND_LIMIT, address))
         inner: Any = witness
-        if self.backend == "nccl":
+        if backend == "nccl":
             place = dist.PrefixStore("nccl", store)
             inner = dist.ProcessGroupNCCL(place, rank, size, _BACKEND_LIMIT)  # type: ignore[arg-type] # an overload
         group = ReleasableGroup(inner, rank, size, name, witness=None if name == "step engine" else witness)
@@ -257,6 +273,26 @@ def _agree_on_backend(store: dist.Store, command: FormGroup) -> str:
     store.set(f"backend-{command.rank}", "nccl" if can else "gloo")
     every = [store.get(f"backend-{rank}").decode() for rank in range(command.world_size)]
     return "nccl" if set(every) == {"nccl"} else "gloo"
+
+
+def _agree_on_address(store: dist.Store, rank: int, own: str) -> str:
+    """Return the first rank's address: ranks that are in different sub-groups count their groups differently."""
+    if rank == 0:
+        store.set("address", own)
+    return store.get("address").decode()
+
+
+def _with_own_backends(new_group: Callable[..., Any]) -> Callable[..., Any]:
+    """Let ``new_group(backend="gloo")`` make a group whose waits can be ended, like any other."""
+    own = {"gloo": _GLOO_NAME, "nccl": _BACKEND_NAME}
+
+    @functools.wraps(new_group)
+    def wrapped(
+        ranks: Any = None, timeout: Any = None, backend: Any = None, *args: Any, **kwargs: Any
+    ) -> Any:
+        return new_group(ranks, timeout, own.get(backend, backend), *args, **kwargs)
+
+    return wrapped
 
 
 def host_of_store() -> str:

@@ -45,7 +45,7 @@ def decode(data: Mapping[str, Any]) -> Any:
     if cls is None:
         raise ValueError(f"Unknown message kind {kind!r}: the other side speaks another protocol version.")
     fields = {
-        key: decode(value) if isinstance(value, Mapping) and value.get("kind") in _CLASSES else value
+        key: decode(value) if isinstance(value, Mapping) and str(value.get("kind")) in _CLASSES else value
         for key, value in body.items()
     }
     try:

@@ -282,14 +282,35 @@ assert work.wait() and work.is_completed()
 """)
 
 
-def test_sub_groups_are_released(lab: Lab) -> None:
-    lab.good("import torch\nsub = dist.new_group([0, 1, 2, 3])\ndist.all_reduce(torch.ones(2), group=sub)")
+@pytest.mark.parametrize("backend", [None, "gloo"])
+def test_sub_groups_are_released(lab: Lab, backend: str | None) -> None:
+    lab.good(
+        f"import torch\nsub = dist.new_group([0, 1, 2, 3], backend={backend!r})\n"
+        "dist.all_reduce(torch.ones(2), group=sub)"
+    )
     result = lab.run(
-        "sub = dist.new_group([0, 1, 2, 3])\n"
+        f"sub = dist.new_group([0, 1, 2, 3], backend={backend!r})\n"
         "if rank == 0: raise ValueError('planted')\n"
         "dist.barrier(group=sub)"
     )
     assert result.first == 0
+    assert result.release_seconds <= FREE_SECONDS
+    lab.good("dist.barrier()")
+
+
+def test_ranks_in_different_sub_groups_are_released(lab: Lab) -> None:
+    """Ranks 0 and 1 have made one group more than the others when all make one together."""
+    result = lab.run(
+        "import torch\n"
+        "pair = dist.new_group([0, 1], use_local_synchronization=True) if rank < 2 else None\n"
+        "odd = dist.new_group([1, 3])\n"
+        "if rank in (1, 3): dist.all_reduce(torch.ones(1), group=odd)\n"
+        "if rank == 1: raise ValueError('planted')\n"
+        "if rank == 3: dist.barrier(group=odd)\n"
+        "if rank == 0: dist.barrier(group=pair)\n"
+        "if rank == 2: dist.barrier()"
+    )
+    assert result.first == 1
     assert result.release_seconds <= FREE_SECONDS
     lab.good("dist.barrier()")
 
