@@ -1,6 +1,7 @@
 """Which ranks agree on how the loss depends on the batch, and what its global values are.
 
-    each rank: kind of the loss (mean | sum | unknown | no vote), the numbers the cell made on the way
+    each rank: kind of the loss (mean | sum | unknown | no vote), the numbers the cell made on the way,
+    when it arrived at its last step
         └─ one vector, summed over the ranks with the gradients ─> verdict, global values
 
 The vector has fixed length, so that ranks that took different paths still make the same collective call.
@@ -21,6 +22,7 @@ MAX_SCALARS = 16
 MAX_CONSTANTS = 6
 _VOTES = ("mean", "sum", "unknown", "none")
 _HEAD = len(_VOTES) + 1
+_ROW = 1 + MAX_CONSTANTS + 1  # a rank's own: how many numbers, the numbers, when it arrived last
 
 
 @dataclass(frozen=True)
@@ -34,7 +36,7 @@ class Vote:
 
 def message_size(num_ranks: int) -> int:
     """Return the vector's length."""
-    return _HEAD + MAX_SCALARS + num_ranks * (MAX_CONSTANTS + 1)
+    return _HEAD + MAX_SCALARS + num_ranks * _ROW
 
 
 class KindCache:
@@ -75,7 +77,7 @@ class KindCache:
         return kind
 
 
-def pack(vote: Vote, rank: int, num_ranks: int, num_local: int) -> Tensor:
+def pack(vote: Vote, rank: int, num_ranks: int, num_local: int, arrival: float) -> Tensor:
     """Return this rank's summand of the vector, float64 of `message_size` values."""
     vector = [0.0] * message_size(num_ranks)
     vector[_VOTES.index(vote.kind.name)] = 1.0
@@ -83,9 +85,10 @@ def pack(vote: Vote, rank: int, num_ranks: int, num_local: int) -> Tensor:
     for i, (scalar, kind) in enumerate(vote.scalars):
         weight = num_local if kind.name == "mean" else 1
         vector[_HEAD + i] = float(scalar.detach()) * weight if num_local else 0.0
-    start = _HEAD + MAX_SCALARS + rank * (MAX_CONSTANTS + 1)
+    start = _HEAD + MAX_SCALARS + rank * _ROW
     vector[start] = len(vote.constants) if num_local else -1.0
     vector[start + 1 : start + 1 + len(vote.constants)] = vote.constants
+    vector[start + _ROW - 1] = arrival
     return torch.tensor(vector, dtype=torch.float64)
 
 
@@ -112,7 +115,7 @@ def check(total: Tensor, vote: Vote, num_ranks: int, shares: list[int]) -> None:
 
 
 def _check_constants(total: Tensor, num_ranks: int, shares: list[int]) -> None:
-    rows = total[_HEAD + MAX_SCALARS :].view(num_ranks, MAX_CONSTANTS + 1).tolist()
+    rows = total[_HEAD + MAX_SCALARS :].view(num_ranks, _ROW).tolist()
     given = [
         (row[1 : 1 + int(row[0])], share) for row, share in zip(rows, shares, strict=True) if row[0] >= 0
     ]
@@ -123,6 +126,12 @@ def _check_constants(total: Tensor, num_ranks: int, shares: list[int]) -> None:
         "follow their shares of the batch (a count of masked samples, for example). No parameter was "
         "changed. Use --split model: every rank then computes the loss of the whole batch."
     )
+
+
+def arrivals(total: Tensor, num_ranks: int) -> list[float]:
+    """Return when each rank arrived at its last step, as it has told."""
+    found: list[float] = total[_HEAD + MAX_SCALARS :].view(num_ranks, _ROW)[:, -1].tolist()
+    return found
 
 
 def global_values(total: Tensor, vote: Vote) -> list[tuple[Tensor, float]]:

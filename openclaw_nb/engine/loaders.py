@@ -12,7 +12,7 @@ are for.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -100,12 +100,14 @@ class LoaderSplitter:
         is_training: Callable[[], bool],
         on_slice: Callable[[Slice | None], None],
         *,
+        fetching: Callable[[Iterable[Any]], Iterator[Any]],
         common_only: bool,
         only: Sequence[DataLoader[Any]] | None,
     ) -> None:
         self._ranks = ranks
         self._is_training = is_training
         self._on_slice = on_slice
+        self._fetching = fetching
         self._common_only = common_only
         self._only = None if only is None else {id(loader) for loader in only}
         self._inner: dict[int, tuple[DataLoader[Any], SlicedBatches, DataLoader[Any]]] = {}
@@ -148,13 +150,13 @@ class LoaderSplitter:
 
     def _common(self, loader: DataLoader[Any]) -> Iterator[Any]:
         self._make_common(loader)
-        yield from self._begin(loader)
+        yield from self._fetching(self._begin(loader))
 
     def _sliced(self, loader: DataLoader[Any]) -> Iterator[Any]:
         batches, inner = self._sliced_loader(loader)
         self._make_common(loader)
         batches.drawn.clear()
-        for batch in self._begin(inner):
+        for batch in self._fetching(self._begin(inner)):
             self._on_slice(batches.drawn.popleft())
             yield batch
         self._on_slice(None)

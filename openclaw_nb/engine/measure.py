@@ -1,9 +1,10 @@
-"""Tells the notebook side how a strategy cell goes on: steps, samples, loss, a few times a second."""
+"""Tells the notebook side how a strategy cell goes on: steps, samples, loss and times, a few times a second."""
 
 from __future__ import annotations
 
 import time
 
+from openclaw_nb.engine.clock import StepClock
 from openclaw_nb.engine.outbox import Outbox
 from openclaw_nb.protocol.messages import Measured
 
@@ -25,15 +26,20 @@ class Publisher:
 
     def __init__(self, outbox: Outbox, worker: int, run_id: str) -> None:
         self._outbox, self._worker, self._run_id = outbox, worker, run_id
-        self._seq = self._steps = self._samples = 0
+        self._seq = self._steps = self._samples = self._num_bytes = 0
         self._loss: float | None = None
         self._sent = 0.0
+        self.clock = StepClock()
 
-    def step(self, num_samples: int, loss: float | None) -> None:
+    def batch(self, num_samples: int) -> None:
         """Take one finished backward pass of ``num_samples`` samples of this rank."""
-        self._steps += 1
         self._samples += num_samples
-        self._loss = self._loss if loss is None else loss
+
+    def step(self, loss: float, num_bytes: int) -> None:
+        """Take one step: the loss, and the bytes that this rank gave into the reduction."""
+        self._steps += 1
+        self._num_bytes += num_bytes
+        self._loss = loss
         if time.monotonic() - self._sent > _INTERVAL_SECONDS:
             self.flush()
 
@@ -44,7 +50,7 @@ class Publisher:
 
     def flush(self) -> None:
         """Send what has not been sent."""
-        if not self._steps:
+        if not self._samples and not self._steps:
             return
         self._seq += 1
         self._sent = time.monotonic()
@@ -56,6 +62,8 @@ class Publisher:
             steps=self._steps,
             samples=self._samples,
             loss=self._loss,
+            seconds=self.clock.take(),
+            num_bytes=self._num_bytes,
         )
         self._outbox.publish(event)
-        self._steps = self._samples = 0
+        self._steps = self._samples = self._num_bytes = 0

@@ -81,6 +81,7 @@ class GradientReducer:
         message_size: int,
         bucket_bytes: int = BUCKET_BYTES,
     ) -> None:
+        self._ranks = ranks
         self._factor = 1.0
         self._enabled = False
         self._launched = self._turn = 0
@@ -92,6 +93,12 @@ class GradientReducer:
             id(p): (bucket, i) for bucket in self._buckets for i, p in enumerate(bucket.parameters)
         }
         self._handles = [p.register_post_accumulate_grad_hook(self._on_ready) for p in self.parameters]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that each rank gives into one reduction; none with a single rank."""
+        alone = self._ranks.size == 1
+        return 0 if alone else sum(b.sum.result.nbytes for b in self._buckets)
 
     def begin(self, factor: float, message: Tensor) -> None:
         """Expect a backward pass whose gradients are to be summed, times ``factor``.

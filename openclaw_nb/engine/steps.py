@@ -84,7 +84,7 @@ class StepEngine:
         self._ranks = ranks
         self._objects = objects
         self._options = options
-        self._publisher = publisher
+        self._publisher, self._clock = publisher, publisher.clock
         self._recorder = Recorder()
         forced = None if options.reduction == "auto" else LossKind(options.reduction)
         self._kinds = KindCache(self._recorder, forced)
@@ -117,6 +117,7 @@ class StepEngine:
             for name in ("step", "update", "unscale_")
             if hasattr(thing, name)
         ]
+        self._clock.restart()
 
     def remove(self) -> None:
         """Leave every object as it was."""
@@ -249,7 +250,8 @@ class StepEngine:
         self._weight = self._weight_of(vote.kind)
         if boundary:
             self._window.give_back(self._reducer.parameters)
-            message = kinds.pack(vote, self._ranks.rank, self._ranks.size, self._num_local())
+            arrival = self._clock.tell()
+            message = kinds.pack(vote, self._ranks.rank, self._ranks.size, self._num_local(), arrival)
             self._reducer.begin(self._window.factor / self._ranks.size, message)
         try:
             self._backward(root, given, retain_graph)
@@ -272,8 +274,14 @@ class StepEngine:
     def _conclude(self, root: Tensor, vote: Vote, boundary: bool) -> None:
         if not boundary:
             self._window.keep(self._reducer.parameters)
+            self._publisher.batch(self._num_local())
             return
-        total = self._reducer.finish()
+        self._clock.arrive()
+        try:
+            total = self._reducer.finish()
+        finally:
+            self._clock.leave()
+        self._clock.settle(kinds.arrivals(total, self._ranks.size))
         if self._reducer.repeated and self._ranks.size > 1:
             self._reducer.drop_gradients()
             raise RefusedError(
@@ -288,7 +296,8 @@ class StepEngine:
         self._reducer.set_gradients()
         for scalar, value in kinds.global_values(total, vote) if self._splitter is None else ():
             scalar.data.fill_(value)
-        self._publisher.step(self._num_local(), float(root.detach()) if root.numel() == 1 else None)
+        self._publisher.batch(self._num_local())
+        self._publisher.step(float(root.detach()), self._reducer.num_bytes)
 
     def _check_backward(self, tensors: Any, create_graph: bool, inputs: Any) -> Tensor:
         if create_graph:

@@ -23,6 +23,7 @@ WINDOW_SECONDS = 2.0
 _POINTS = 2000
 _RUNS = 5
 _SILENT_GAPS = 3.0
+_WAITED_FOR = 0.1
 
 
 @dataclass(frozen=True)
@@ -51,8 +52,10 @@ class WorkerHistory:
         ``rate`` falls to 0 when the worker tells nothing for long.
     lost : int
         Events that did not arrive: ``steps`` and ``samples`` lack what they told.
-    seconds : mapping of str to float
-        Time by what it was spent on, as the events say.
+    seconds, recent : mapping of str to float
+        Time by what it was spent on (data, compute, wait, transfer), so far and in the last `WINDOW_SECONDS`.
+    num_bytes : int
+        What it gave into reductions.
     cumulative, rates : Curve
         Samples so far and samples/s, by seconds since the run's first event.
     """
@@ -64,8 +67,29 @@ class WorkerHistory:
     mean_rate: float | None
     lost: int
     seconds: Mapping[str, float]
+    recent: Mapping[str, float]
+    num_bytes: int
     cumulative: Curve
     rates: Curve
+
+
+@dataclass(frozen=True)
+class Straggler:
+    """The worker that the others wait for.
+
+    Attributes
+    ----------
+    worker : int
+        Its number.
+    since : float
+        Seconds since the run's first event when it became the slowest.
+    share : float
+        Which part of their time the others spend waiting for it, 0 to 1.
+    """
+
+    worker: int
+    since: float
+    share: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,6 +112,8 @@ class RunHistory:
         Samples/s of all workers together, by seconds since the first event.
     workers : tuple of WorkerHistory
         In the order of their numbers.
+    straggler : Straggler or None
+        Who is waited for now, if anybody is for more than a tenth of the time.
     """
 
     run_id: str
@@ -100,6 +126,7 @@ class RunHistory:
     loss: Curve
     rates: Curve
     workers: tuple[WorkerHistory, ...]
+    straggler: Straggler | None
 
 
 class Series:
@@ -143,6 +170,15 @@ class Series:
 # ------------------------------------------------------------------------------------------- one run's log
 
 
+@dataclass(frozen=True)
+class _Point:
+    """What a worker had done at one moment."""
+
+    at: float
+    samples: int
+    seconds: Mapping[str, float]
+
+
 class _WorkerLog:
     """What the events of one worker have told in one run."""
 
@@ -155,8 +191,9 @@ class _WorkerLog:
         self._seq = 0
         self._at = float("-inf")
         self._first: tuple[float, int] | None = None
-        self._recent: deque[tuple[float, int]] = deque(maxlen=points)
+        self._recent: deque[_Point] = deque(maxlen=points)
         self._seconds: dict[str, float] = {}
+        self._num_bytes = 0
         self._cumulative, self._rates = Series(points), Series(points)
 
     def take(self, event: Measured, elapsed: float, arrived: float) -> bool:
@@ -179,6 +216,7 @@ class _WorkerLog:
     def _count(self, event: Measured) -> None:
         self.steps += event.steps
         self.samples += event.samples
+        self._num_bytes += event.num_bytes
         for name, seconds in event.seconds.items():
             self._seconds[name] = self._seconds.get(name, 0.0) + seconds
 
@@ -187,7 +225,7 @@ class _WorkerLog:
             self._recent.clear()  # the clock was set back: times before and after cannot be compared
         self._at = at
         self._first = self._first or (elapsed, self.samples)
-        self._recent.append((at, self.samples))
+        self._recent.append(_Point(at, self.samples, dict(self._seconds)))
         self.rate = self._window_rate(at)
         self._cumulative.add(elapsed, self.samples)
         if self.rate is not None:
@@ -195,10 +233,17 @@ class _WorkerLog:
 
     def _window_rate(self, at: float) -> float | None:
         recent = self._recent
-        while len(recent) > 2 and recent[1][0] <= at - WINDOW_SECONDS:
+        while len(recent) > 2 and recent[1].at <= at - WINDOW_SECONDS:
             recent.popleft()
-        (start, before), (end, after) = recent[0], recent[-1]
-        return (after - before) / (end - start) if end > start else None
+        first, last = recent[0], recent[-1]
+        return (last.samples - first.samples) / (last.at - first.at) if last.at > first.at else None
+
+    def recent_seconds(self) -> dict[str, float]:
+        """Time by what it was spent on in the window."""
+        if not self._recent:
+            return {}
+        before = self._recent[0].seconds if len(self._recent) > 1 else {}
+        return {name: total - before.get(name, 0.0) for name, total in self._recent[-1].seconds.items()}
 
     def silent(self, now: float) -> bool:
         """Whether it tells nothing for longer than its steps explain."""
@@ -224,6 +269,8 @@ class _WorkerLog:
             mean_rate=(self.samples - self.samples_of_first_event) / span if span > 0 else None,
             lost=self.lost,
             seconds=MappingProxyType(dict(self._seconds)),
+            recent=MappingProxyType(self.recent_seconds()),
+            num_bytes=self._num_bytes,
             cumulative=cumulative,
             rates=self._rates.curve(),
         )
@@ -240,6 +287,7 @@ class _RunLog:
         self._loss_step = 0
         self._loss, self._rates = Series(points), Series(points)
         self._workers: dict[int, _WorkerLog] = {}
+        self._straggler: Straggler | None = None
 
     def take(self, event: Measured, now: float) -> None:
         if self._started is None:
@@ -252,6 +300,7 @@ class _RunLog:
         self._elapsed = elapsed
         self._take_loss(log.steps, event.loss)
         self._take_rate(elapsed, now)
+        self._straggler = _find_straggler(self._straggler, self._workers, elapsed)
 
     def _take_loss(self, step: int, loss: float | None) -> None:
         """Every rank tells the same global loss: the first that tells of a step is heard."""
@@ -280,12 +329,33 @@ class _RunLog:
             loss=self._loss.curve(),
             rates=self._rates.curve(),
             workers=workers,
+            straggler=self._straggler,
         )
 
     def _mean_rate(self, samples: int) -> float | None:
         """Return samples/s since the first events, whose own samples took nobody knows how long."""
         before = sum(log.samples_of_first_event for log in self._workers.values())
         return (samples - before) / self._elapsed if self._elapsed > 0 else None
+
+
+def _find_straggler(
+    before: Straggler | None, workers: Mapping[int, _WorkerLog], elapsed: float
+) -> Straggler | None:
+    """Return who waits least, if the others wait for more than a tenth of their time and at least twice as long."""
+    waits: dict[int, float] = {}
+    for number, log in workers.items():
+        recent = log.recent_seconds()
+        if total := sum(recent.values()):
+            waits[number] = recent.get("wait", 0.0) / total
+    if len(waits) < 2:
+        return None
+    slowest = min(waits, key=lambda number: waits[number])
+    others = [wait for number, wait in waits.items() if number != slowest]
+    share = sum(others) / len(others)
+    if share < _WAITED_FOR or waits[slowest] > share / 2:
+        return None
+    same = before is not None and before.worker == slowest
+    return Straggler(slowest, before.since if before is not None and same else elapsed, share)
 
 
 # ---------------------------------------------------------------------------------------------- the monitor

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from openclaw_nb.monitor.store import Curve, RunHistory, WorkerHistory
 from openclaw_nb.notebook.svg import COLOURS, STYLE, Labels, Line, line_chart, thin
+from openclaw_nb.notebook.sync import describe_sync, sync_chart, sync_traces
 
 if TYPE_CHECKING:
     from plotly.graph_objects import Figure
@@ -46,6 +47,7 @@ def describe_run(history: RunHistory, *, each_worker: bool = True) -> list[str]:
     lines = [", ".join(facts)]
     if each_worker and len(history.workers) > 1:
         lines.append(_by_worker(history.workers))
+    lines += describe_sync(history)
     if history.lost:
         lines.append(
             f"{_counted(history.lost, 'measurement')} did not arrive: steps, samples and samples/s lack them."
@@ -87,8 +89,8 @@ def _loss(value: float) -> str:
 # ------------------------------------------------------------------------------------------- as a picture
 
 
-def charts(history: RunHistory, *, each_worker: bool = True) -> str:
-    """Draw samples/s by time and the loss by step, side by side, as HTML with SVG.
+def charts(history: RunHistory, *, each_worker: bool = True, now: bool = False) -> str:
+    """Draw samples/s by time, the loss by step, and what each worker's time goes to, as HTML with SVG.
 
     Parameters
     ----------
@@ -96,8 +98,11 @@ def charts(history: RunHistory, *, each_worker: bool = True) -> str:
         What to draw.
     each_worker : bool
         Draw a line a worker beside that of all together.
+    now : bool
+        Show what time goes to now, not over the whole run.
     """
-    return f'<div class="oc-charts">{_rate_chart(history, each_worker)}{_loss_chart(history)}</div>'
+    drawn = _rate_chart(history, each_worker) + _loss_chart(history) + sync_chart(history, now=now)
+    return f'<div class="oc-charts">{drawn}</div>'
 
 
 def _rate_chart(history: RunHistory, each_worker: bool) -> str:
@@ -168,20 +173,25 @@ def time_unit(seconds: float) -> tuple[str, float]:
 
 
 def plotly_specification(history: RunHistory) -> dict[str, Any]:
-    """Build one plotly figure with both charts side by side, as plain dictionaries."""
+    """Build one plotly figure with all charts side by side, as plain dictionaries."""
     unit, rates = _rate_lines(history, each_worker=True)
+    bars = sync_traces(history, "3")
+    columns = [[0.0, 0.27], [0.36, 0.63], [0.74, 1.0]] if bars else [[0.0, 0.45], [0.55, 1.0]]
     layout = {
         **_LAYOUT,
-        "xaxis": _axis(unit, domain=[0.0, 0.45]),
+        "xaxis": _axis(unit, domain=columns[0]),
         "yaxis": _axis("samples/s", rangemode="tozero"),
-        "xaxis2": _axis("step", domain=[0.55, 1.0], anchor="y2"),
+        "xaxis2": _axis("step", domain=columns[1], anchor="y2"),
         "yaxis2": _axis("loss", anchor="x2"),
     }
-    return {"data": _traces(rates, "") + _traces(_loss_lines(history), "2"), "layout": layout}
+    if bars:
+        layout["xaxis3"] = _axis("seconds", domain=columns[2], anchor="y3")
+        layout["yaxis3"] = {"anchor": "x3", "autorange": "reversed"}
+    return {"data": _traces(rates, "") + _traces(_loss_lines(history), "2") + bars, "layout": layout}
 
 
 def plotly_figures(history: RunHistory) -> list[Figure]:
-    """Build the run's plotly figures: samples/s by time, then the loss by step if one was measured.
+    """Build the run's plotly figures: samples/s by time, loss by step, what time went to; those that were measured.
 
     Parameters
     ----------
@@ -197,7 +207,7 @@ def plotly_figures(history: RunHistory) -> list[Figure]:
 
     unit, rates = _rate_lines(history, each_worker=True)
     wanted = [(rates, unit, "samples/s", "tozero"), (_loss_lines(history), "step", "loss", "normal")]
-    return [
+    figures = [
         Figure(
             data=_traces(lines, ""),
             layout={**_LAYOUT, "xaxis": _axis(x), "yaxis": _axis(y, rangemode=mode), "title": {"text": y}},
@@ -205,6 +215,11 @@ def plotly_figures(history: RunHistory) -> list[Figure]:
         for lines, x, y, mode in wanted
         if lines
     ]
+    if bars := sync_traces(history, ""):
+        title = {"text": "what time went to"}
+        layout = {**_LAYOUT, "xaxis": _axis("seconds"), "yaxis": {"autorange": "reversed"}, "title": title}
+        figures.append(Figure(data=bars, layout=layout))
+    return figures
 
 
 _LAYOUT: dict[str, Any] = {
@@ -215,7 +230,8 @@ _LAYOUT: dict[str, Any] = {
     "height": 300,
     "margin": {"l": 60, "r": 20, "t": 50, "b": 45},
     "legend": {"orientation": "h", "y": 1.02, "yanchor": "bottom"},
-    "hovermode": "x",
+    "hovermode": "closest",
+    "barmode": "stack",
 }
 
 

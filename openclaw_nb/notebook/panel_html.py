@@ -131,7 +131,7 @@ def _measured(view: PanelView) -> str:
     else:
         words[0] = f"The last cell that measured: {words[0]}"
     text = "".join(f"<p>{line}</p>" for line in words)
-    return text + charts(view.history, each_worker=False)
+    return text + charts(view.history, each_worker=False, now=view.running)
 
 
 def _device_table(view: PanelView) -> str:

@@ -1,4 +1,4 @@
-"""Line charts as SVG text: readable in light and dark, without scripts and without anything from outside.
+"""Line charts and stacked bars as SVG text: readable in light and dark, without scripts, nothing from outside.
 
     lines (name, xs, ys) ──> thin ──> scale ──> <svg> and a legend
 
@@ -30,6 +30,7 @@ STYLE = """
 
 _WIDTH, _HEIGHT = 420, 150
 _LEFT, _RIGHT, _TOP, _BOTTOM = 60, 10, 8, 32
+_BAR_LEFT, _BAR_STEP = 80, 20
 _TINY, _HUGE = 1e-300, 1e300  # beyond these, differences are no longer numbers
 _DASHES = ("", "6 3", "2 3", "8 3 2 3")
 
@@ -88,6 +89,51 @@ def line_chart(
         f"{_axes(frame, labels)}{drawn}</svg>"
     )
     return f'<div class="oc-chart">{title}{picture}{_legend(lines)}</div>'
+
+
+@dataclass(frozen=True)
+class Bar:
+    """One bar of `stacked_bars`: its name and a size for each part."""
+
+    name: str
+    sizes: Sequence[float]
+
+
+def stacked_bars(bars: Sequence[Bar], parts: Sequence[str], title: str, summary: str) -> str:
+    """Draw bars below each other, each cut into parts by their share of it.
+
+    Parameters
+    ----------
+    bars : sequence of Bar
+        What to draw, with one size for each part.
+    parts : sequence of str
+        The parts' names, for the legend.
+    title, summary : str
+        As in `Labels`.
+    """
+    height = len(bars) * _BAR_STEP
+    drawn = "".join(_stacked(bar, number * _BAR_STEP) for number, bar in enumerate(bars))
+    picture = (
+        f'<svg viewBox="0 0 {_WIDTH} {height}" role="img" aria-label="{html.escape(summary)}">{drawn}</svg>'
+    )
+    names = "".join(
+        f"<li>{_sample(_pen(Line(part, (), (), bold=True), n))}{html.escape(part)}</li>"
+        for n, part in enumerate(parts)
+    )
+    head = f'<p class="oc-title">{html.escape(title)}</p>'
+    return f'<div class="oc-chart">{head}{picture}<ul class="oc-legend">{names}</ul></div>'
+
+
+def _stacked(bar: Bar, top: float) -> str:
+    whole = sum(bar.sizes) or 1.0
+    start = float(_BAR_LEFT)
+    found = [_mark(_BAR_LEFT - 6, top + 14, "end", bar.name)]
+    for number, size in enumerate(bar.sizes):
+        width = size / whole * (_WIDTH - _BAR_LEFT - _RIGHT)
+        box = f'x="{start:.1f}" y="{top + 4:.0f}" width="{width:.1f}" height="13"'
+        found.append(f'<rect {box} fill="{COLOURS[number % len(COLOURS)]}"/>')
+        start += width
+    return "".join(found)
 
 
 def thin(xs: Sequence[float], ys: Sequence[float], max_points: int) -> list[Point]:

@@ -13,7 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -188,7 +188,8 @@ class Whereabouts:
 class Measured:
     """One worker's progress in a strategy cell since the last such event.
 
-    ``samples`` are this worker's own, ``loss`` the newest global loss or None.
+    ``samples`` are this worker's own, ``loss`` the newest global loss or None, ``seconds`` what its time went to
+    (data, compute, wait, transfer), ``num_bytes`` what it gave into reductions.
     """
 
     worker: int
@@ -199,6 +200,7 @@ class Measured:
     samples: int
     loss: float | None
     seconds: dict[str, float] = field(default_factory=dict)
+    num_bytes: int = 0
 
 
 Event = Shown | Whereabouts | Measured

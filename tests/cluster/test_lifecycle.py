@@ -32,10 +32,17 @@ def leftovers(cluster_id: str) -> list[str]:
     return found
 
 
-def temporary_files() -> set[str]:
-    # torch keeps a cache of its own there; a cell's source lies under ipykernel_* until the engine ends.
-    own = ("pytest", ".", "torchinductor_", "ipykernel_")
-    return {name for name in os.listdir(tempfile.gettempdir()) if not name.startswith(own)}
+@pytest.fixture
+def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A temporary directory that nobody else uses."""
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    return tmp_path
+
+
+def left_in(temporary: Path) -> list[str]:
+    # torch keeps a cache of its own there.
+    return [path.name for path in temporary.iterdir() if not path.name.startswith("torchinductor_")]
 
 
 def shared_memory() -> set[str]:
@@ -56,10 +63,10 @@ def start_and_stop(num_workers: int = 2) -> str:
     return master.cluster_id
 
 
-def test_stop_leaves_nothing() -> None:
-    files, memory = temporary_files(), shared_memory()
+def test_stop_leaves_nothing(temporary: Path) -> None:
+    memory = shared_memory()
     start_and_stop()
-    assert temporary_files() <= files
+    assert left_in(temporary) == []
     assert shared_memory() <= memory
 
 
@@ -168,10 +175,10 @@ def test_a_worker_that_ends_at_once_is_told(tmp_path: Path, monkeypatch: pytest.
 
 @pytest.mark.soak
 @pytest.mark.timeout(1800)
-def test_30_starts_and_stops() -> None:
-    files, memory = temporary_files(), shared_memory()
+def test_30_starts_and_stops(temporary: Path) -> None:
+    memory = shared_memory()
     ids = [start_and_stop() for _ in range(30)]
     assert [item for cluster_id in ids for item in leftovers(cluster_id)] == []
-    assert temporary_files() <= files
+    assert left_in(temporary) == []
     assert shared_memory() <= memory
     assert not runtime_directory().exists() or not any(runtime_directory().glob("*/openclaw-cluster.json"))

@@ -33,7 +33,7 @@ from openclaw_nb.protocol.messages import (
 )
 
 # Change a line here only together with PROTOCOL_VERSION. Fields with "=" have a default.
-VERSION = 1
+VERSION = 2
 WIRE = {
     "StrategySpec": "name options= model= optimizer= loader= split= reduction= sync_batchnorm=",
     "FormGroup": (
@@ -50,7 +50,7 @@ WIRE = {
     "Failed": "error_type message traceback consequence= interrupted= at= value=",
     "Shown": "run_id worker seq entries",
     "Whereabouts": "worker run_id epoch call group number seconds line code",
-    "Measured": "worker run_id seq at steps samples loss seconds=",
+    "Measured": "worker run_id seq at steps samples loss seconds= num_bytes=",
 }
 
 SPEC = StrategySpec(

@@ -51,6 +51,7 @@ class DataParallel(Strategy):
             ranks,
             engine.is_training,
             engine.take_slice,
+            fetching=self.context.publisher.clock.fetching,
             common_only=options.split == "model",
             only=list(objects.loaders.values()) if spec.loader else None,
         )
