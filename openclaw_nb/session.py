@@ -18,13 +18,14 @@ from typing import Any
 from openclaw_nb.cluster.devices import Device, available_memory_bytes, choose_devices, list_devices
 from openclaw_nb.cluster.master import MasterNode
 from openclaw_nb.cluster.run import CellRun, RunResult
-from openclaw_nb.core.errors import AlreadyStartedError, NotStartedError, RemoteCellError
+from openclaw_nb.core.errors import AlreadyStartedError, NotStartedError, RemoteCellError, unknown_name
 from openclaw_nb.core.text import is_set
 from openclaw_nb.monitor.store import Monitor
 from openclaw_nb.protocol.messages import StrategySpec
-from openclaw_nb.strategies.names import canonical_strategy
+from openclaw_nb.strategies import STRATEGIES, DataParallelStrategy, canonical_strategy
 
 Progress = Callable[[int, int, str], None]
+Strategy = str | DataParallelStrategy | StrategySpec
 
 
 class Session:
@@ -195,7 +196,11 @@ class OpenClawCluster:
         return self._master
 
     def run_cell(
-        self, source: str, *, strategy: str | StrategySpec | None = None, targets: Sequence[int] | None = None
+        self,
+        source: str,
+        *,
+        strategy: Strategy | None = None,
+        targets: Sequence[int] | None = None,
     ) -> CellRun:
         """Run source on the workers and return the run at once; its ``wait()`` returns how it ended.
 
@@ -203,23 +208,33 @@ class OpenClawCluster:
         ----------
         source : str
             What a notebook's cell would hold.
-        strategy : str or StrategySpec, optional
+        strategy : str, DataParallelStrategy or StrategySpec, optional
             How it is run in parallel; on every rank as it stands when not given.
         targets : sequence of int, optional
             The ranks that run it; all by default.
         """
         if isinstance(strategy, str):
-            strategy = StrategySpec(name=canonical_strategy(strategy))
+            strategy = STRATEGIES[canonical_strategy(strategy)]()
+        if isinstance(strategy, DataParallelStrategy):
+            targets = self._ranks_on(strategy.devices) if targets is None else targets
+            strategy = strategy.spec()
         return self.master.run_cell(source, strategy=strategy, targets=targets)
 
-    def run(
-        self, strategy: str | StrategySpec | None, function: Callable[..., Any], **arguments: Any
-    ) -> list[Any]:
-        """Call ``function(**arguments)`` on every rank and return the results by rank.
+    def _ranks_on(self, devices: Sequence[str] | None) -> list[int] | None:
+        if devices is None:
+            return None
+        ranks = {worker.device.id: rank for rank, worker in enumerate(self.master.workers)}
+        for device in devices:
+            if device not in ranks:
+                raise unknown_name("device of the cluster", device, ranks)
+        return [ranks[device] for device in devices]
+
+    def run(self, strategy: Strategy | None, function: Callable[..., Any], **arguments: Any) -> list[Any]:
+        """Call ``function(**arguments)`` on every rank of the strategy and return the results by rank.
 
         Parameters
         ----------
-        strategy : str, StrategySpec or None
+        strategy : str, DataParallelStrategy, StrategySpec or None
             As for `run_cell`; the model, optimizer and loaders are found among the arguments.
         function : callable
             It and its arguments are copied to the workers.
@@ -235,7 +250,7 @@ class OpenClawCluster:
         assert result is not None
         if not result.ok:
             raise RemoteCellError(_what_failed(result))
-        ranks = range(self.master.world_size)
+        ranks = self._ranks_on(getattr(strategy, "devices", None)) or range(self.master.world_size)
         return [self.master.pull(["_openclaw_result"], rank)["_openclaw_result"] for rank in ranks]
 
     def stop(self) -> int:

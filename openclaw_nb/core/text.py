@@ -5,9 +5,13 @@ Knows strings and numbers only.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 
+from openclaw_nb.core.errors import UsageError
+
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
+_SIZE = re.compile(r"(?P<number>\d+(\.\d+)?)\s*(?P<prefix>[kmgt])?(i?b)?", re.IGNORECASE)
 
 
 def aligned(rows: Sequence[Sequence[str]], indent: str = "") -> str:
@@ -35,6 +39,23 @@ def size_text(size_bytes: int | None) -> str:
             return f"{size:.0f} {unit}" if unit == "B" or size >= 100 else f"{size:.1f} {unit}"
         size /= 1024
     return f"{size:.1f} {_UNITS[-1]}"
+
+
+def parse_size(size: int | str, what: str) -> int:
+    """Return the bytes that a size says: ``"25MB"``, ``"1.5 GiB"``, ``4096``. Units are powers of 1024.
+
+    Raises
+    ------
+    UsageError
+        Naming ``what`` was to be a size.
+    """
+    if isinstance(size, int) and not isinstance(size, bool):
+        return size
+    found = _SIZE.fullmatch(str(size).strip())
+    if found is None:
+        raise UsageError(f"{what} is a size such as '25MB' or a number of bytes, not {size!r}.")
+    power = ["", *"kmgt"].index((found["prefix"] or "").lower())
+    return int(float(found["number"]) * 1024**power)
 
 
 def is_set(environment: Mapping[str, str], name: str) -> bool:

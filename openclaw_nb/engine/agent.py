@@ -189,8 +189,10 @@ class Agent:
             command.strategy, group, self._shell.user_ns, command.source, publisher, report
         )
         try:
-            with context:
+            with context as strategy:
                 outcome = await self._runner.run(command.source, command.execution_count)
+                if outcome.error is None:
+                    strategy.finish()
         except (OpenClawError, RuntimeError) as error:
             # Preparing the objects, or giving them back, failed: there is no cell to show a line of.
             return Outcome(error, traceback.format_exception(error)), report

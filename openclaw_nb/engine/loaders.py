@@ -88,10 +88,14 @@ class LoaderSplitter:
         Whether a loader whose iteration begins now is a training loader.
     on_slice : callable
         Told of each slice when the cell gets it, and None when a pass has ended.
+    fetching : callable
+        Wraps the batches of each pass, to measure how long they take.
     common_only : bool
         Do not slice: every rank draws the whole batch, from a common random state.
-    names : sequence of DataLoader or None
+    only : sequence of DataLoader or None
         The only loaders to slice, when they were given by name.
+    pinning : bool
+        Let loaders pin memory where they do by themselves.
     """
 
     def __init__(
@@ -103,7 +107,9 @@ class LoaderSplitter:
         fetching: Callable[[Iterable[Any]], Iterator[Any]],
         common_only: bool,
         only: Sequence[DataLoader[Any]] | None,
+        pinning: bool = True,
     ) -> None:
+        self._pinning = pinning
         self._ranks = ranks
         self._is_training = is_training
         self._on_slice = on_slice
@@ -166,7 +172,7 @@ class LoaderSplitter:
         if id(loader) not in self._inner:
             self._check(loader)
             batches = SlicedBatches(loader.batch_sampler, self._ranks.rank, self._ranks.size, id(loader))
-            self._inner[id(loader)] = (loader, batches, _twin(loader, batches))
+            self._inner[id(loader)] = (loader, batches, _twin(loader, batches, self._pinning))
         _, batches, inner = self._inner[id(loader)]
         return batches, inner
 
@@ -185,7 +191,7 @@ class LoaderSplitter:
             )
 
 
-def _twin(loader: DataLoader[Any], batches: SlicedBatches) -> DataLoader[Any]:
+def _twin(loader: DataLoader[Any], batches: SlicedBatches, pinning: bool) -> DataLoader[Any]:
     """Return a loader like ``loader`` that draws ``batches``."""
     extra: dict[str, Any] = {}
     if loader.num_workers:
@@ -199,7 +205,7 @@ def _twin(loader: DataLoader[Any], batches: SlicedBatches) -> DataLoader[Any]:
         batch_sampler=batches,
         num_workers=loader.num_workers,
         collate_fn=loader.collate_fn,
-        pin_memory=loader.pin_memory,
+        pin_memory=loader.pin_memory and pinning,
         timeout=loader.timeout,
         worker_init_fn=loader.worker_init_fn,
         generator=loader.generator,

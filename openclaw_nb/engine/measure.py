@@ -28,12 +28,18 @@ class Publisher:
         self._outbox, self._worker, self._run_id = outbox, worker, run_id
         self._seq = self._steps = self._samples = self._num_bytes = 0
         self._loss: float | None = None
+        self._drift: float | None = None
         self._sent = 0.0
         self.clock = StepClock()
 
     def batch(self, num_samples: int) -> None:
         """Take one finished backward pass of ``num_samples`` samples of this rank."""
         self._samples += num_samples
+
+    def average(self, drift: float, num_bytes: int) -> None:
+        """Take one average of the parameters: how far this rank was from it, and the bytes that it gave."""
+        self._drift = drift
+        self._num_bytes += num_bytes
 
     def step(self, loss: float, num_bytes: int) -> None:
         """Take one step: the loss, and the bytes that this rank gave into the reduction."""
@@ -50,7 +56,7 @@ class Publisher:
 
     def flush(self) -> None:
         """Send what has not been sent."""
-        if not self._samples and not self._steps:
+        if not (self._samples or self._steps or self._num_bytes):
             return
         self._seq += 1
         self._sent = time.monotonic()
@@ -64,6 +70,7 @@ class Publisher:
             loss=self._loss,
             seconds=self.clock.take(),
             num_bytes=self._num_bytes,
+            drift=self._drift,
         )
         self._outbox.publish(event)
         self._steps = self._samples = self._num_bytes = 0

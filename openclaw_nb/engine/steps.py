@@ -33,7 +33,7 @@ from openclaw_nb.engine.measure import Publisher
 from openclaw_nb.engine.objects import Objects
 from openclaw_nb.engine.randomness import ModelStream
 from openclaw_nb.engine.ranks import Ranks
-from openclaw_nb.engine.reducer import GradientReducer
+from openclaw_nb.engine.reducer import BUCKET_BYTES, GradientReducer
 from openclaw_nb.engine.splitting import BatchSplitter
 from openclaw_nb.plan.shares import share_bounds
 
@@ -42,13 +42,25 @@ from openclaw_nb.plan.shares import share_bounds
 class StepOptions:
     """How steps are made.
 
-    ``split`` is ``loader`` or ``model``; ``reduction`` is ``auto``, ``mean`` or ``sum``;
-    ``sync_frequency`` is how many batches make one step.
+    Attributes
+    ----------
+    split : str
+        ``loader`` or ``model``.
+    reduction : str
+        ``auto``, ``mean`` or ``sum``.
+    batches_per_step : int
+        How many batches make one step.
+    steps_per_average : int
+        With local steps (`averaging.LocalSteps`), after how many of them parameters are averaged.
+    bucket_bytes : int
+        How many bytes of gradients are reduced at once.
     """
 
     split: str = "loader"
     reduction: str = "auto"
-    sync_frequency: int = 1
+    batches_per_step: int = 1
+    steps_per_average: int = 1
+    bucket_bytes: int = BUCKET_BYTES
 
 
 class _Weigh(torch.autograd.Function):
@@ -95,7 +107,7 @@ class StepEngine:
         self._depth = 0
         self._whole = False
         self._weight: float | None = None
-        self._window = _Window(options.sync_frequency)
+        self._window = Window(options.batches_per_step)
         self._handles: list[Any] = []
         self._reducer = self._new_reducer()
 
@@ -130,11 +142,16 @@ class StepEngine:
         self._reducer.remove()
         self._publisher.flush()
 
+    def finish(self) -> None:
+        """End the cell's training well; called when the cell has ended without an error, on every rank."""
+
     def _new_reducer(self) -> GradientReducer:
         found = {id(p): p for model in self._objects.models.values() for p in model.parameters()}
         self._parameters = list(found.values())
         size = kinds.message_size(self._ranks.size)
-        return GradientReducer(self._parameters, self._ranks, message_size=size)
+        return GradientReducer(
+            self._parameters, self._ranks, message_size=size, bucket_bytes=self._options.bucket_bytes
+        )
 
     # ---------------------------------------------------------------------------------- the batch
 
@@ -188,7 +205,7 @@ class StepEngine:
 
     def _check_rows(self, output: Any) -> None:
         """Refuse a call on something else than the slice: its weight would be wrong."""
-        if self._ranks.size == 1 and self._options.sync_frequency == 1:
+        if self._ranks.size == 1 and self._options.batches_per_step == 1:
             return
         if self._slice is None:
             raise RefusedError(
@@ -237,16 +254,19 @@ class StepEngine:
         root = self._check_backward(tensors, create_graph, inputs)
         if not retain_graph:
             self._calls = 0
+        self._run_backward(root, grad_tensors, retain_graph)
+
+    def _run_backward(self, root: Tensor, grad_tensors: Any, retain_graph: bool | None) -> None:
         vote = self._vote(root)
         self._check_parameters()
-        if self._options.sync_frequency > 1 and vote.kind.name not in ("mean", "none"):
+        if self._options.batches_per_step > 1 and vote.kind.name not in ("mean", "none"):
             raise RefusedError(
                 f"--sync-frequency needs a loss that is a mean over the samples; this one is {vote.kind.name}"
                 f"{': ' * bool(vote.kind.reason)}{vote.kind.reason}."
             )
         self._recorder.clear()  # from here on the cell's tensors are plain ones again
         boundary = self._window.is_boundary
-        given = _times(grad_tensors, root, self._window.weigh(self._num_global()))
+        given = times(grad_tensors, root, self._window.weigh(self._num_global()))
         self._weight = self._weight_of(vote.kind)
         if boundary:
             self._window.give_back(self._reducer.parameters)
@@ -324,7 +344,7 @@ class StepEngine:
     def _vote(self, root: Tensor) -> Vote:
         if self._whole or self._splitter is not None:
             return Vote(LossKind.MEAN, [], [])
-        if self._ranks.size == 1 and self._options.sync_frequency == 1:
+        if self._ranks.size == 1 and self._options.batches_per_step == 1:
             return Vote(LossKind.MEAN, [], [])
         part = self._slice
         assert part is not None
@@ -372,7 +392,7 @@ class StepEngine:
             self._weight = previous
 
 
-class _Window:
+class Window:
     """The batches that make one step together.
 
     Parameters
@@ -396,7 +416,7 @@ class _Window:
     @property
     def factor(self) -> float:
         """What the sum of the window's gradients, each weighted by its samples, is multiplied by."""
-        return 1.0 if self._length == 1 else 1.0 / self._num_samples
+        return 1.0 if self._length == 1 else 1.0 / max(1, self._num_samples)
 
     def next_batch(self, is_last: bool) -> None:
         """Go on to the next batch; the last one of a pass always ends its window."""
@@ -439,7 +459,7 @@ def _tensors(tree: Any) -> list[Tensor]:
     return found
 
 
-def _hold_between(thing: Any, name: str, window: _Window) -> Callable[[], None]:
+def _hold_between(thing: Any, name: str, window: Window) -> Callable[[], None]:
     """Let ``thing.name()`` do nothing between boundaries; return how to undo that."""
     original = getattr(thing, name)
     own = vars(thing).get(name)
@@ -454,7 +474,7 @@ def _hold_between(thing: Any, name: str, window: _Window) -> Callable[[], None]:
     return undo
 
 
-def _times(gradient: Any, root: Tensor, weight: float) -> Any:
+def times(gradient: Any, root: Tensor, weight: float) -> Any:
     """Return the gradient to start backward with, times ``weight``."""
     if weight == 1.0:
         return gradient

@@ -56,6 +56,8 @@ class WorkerHistory:
         Time by what it was spent on (data, compute, wait, transfer), so far and in the last `WINDOW_SECONDS`.
     num_bytes : int
         What it gave into reductions.
+    drift : float or None
+        How far its parameters were from the average at the last one, relative to it; None with shared gradients.
     cumulative, rates : Curve
         Samples so far and samples/s, by seconds since the run's first event.
     """
@@ -69,6 +71,7 @@ class WorkerHistory:
     seconds: Mapping[str, float]
     recent: Mapping[str, float]
     num_bytes: int
+    drift: float | None
     cumulative: Curve
     rates: Curve
 
@@ -194,6 +197,7 @@ class _WorkerLog:
         self._recent: deque[_Point] = deque(maxlen=points)
         self._seconds: dict[str, float] = {}
         self._num_bytes = 0
+        self._drift: float | None = None
         self._cumulative, self._rates = Series(points), Series(points)
 
     def take(self, event: Measured, elapsed: float, arrived: float) -> bool:
@@ -217,6 +221,7 @@ class _WorkerLog:
         self.steps += event.steps
         self.samples += event.samples
         self._num_bytes += event.num_bytes
+        self._drift = event.drift if event.drift is not None else self._drift
         for name, seconds in event.seconds.items():
             self._seconds[name] = self._seconds.get(name, 0.0) + seconds
 
@@ -271,6 +276,7 @@ class _WorkerLog:
             seconds=MappingProxyType(dict(self._seconds)),
             recent=MappingProxyType(self.recent_seconds()),
             num_bytes=self._num_bytes,
+            drift=self._drift,
             cumulative=cumulative,
             rates=self._rates.curve(),
         )

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 from openclaw_nb.core.errors import OpenClawError
 from openclaw_nb.notebook.options import CELL, VERBS, Argument, Command
-from openclaw_nb.strategies.names import ALIASES, STRATEGIES
+from openclaw_nb.strategies import ALIASES, STRATEGIES
 
 MATCHER = "openclaw_nb"
 

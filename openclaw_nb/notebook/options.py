@@ -16,7 +16,8 @@ from typing import Any, NoReturn
 
 from openclaw_nb.core.errors import UsageError, unknown_name
 from openclaw_nb.protocol.messages import StrategySpec
-from openclaw_nb.strategies.names import STRATEGIES, canonical_strategy
+from openclaw_nb.strategies import STRATEGIES, canonical_strategy
+from openclaw_nb.strategies.data_parallel import MODES
 
 
 @dataclass(frozen=True)
@@ -270,8 +271,29 @@ CELL = Command(
         _TARGETS,
         Argument(
             ("--sync-frequency",),
-            "update every K-th batch, with the gradients of all of them",
+            "synchronise every K-th step",
             settings={"type": _count, "metavar": "K"},
+        ),
+        Argument(
+            ("--mode",),
+            "what is synchronised: gradients, with one update for K batches, or parameters, after K updates (gradient)",
+            MODES,
+        ),
+        Argument(
+            ("--accumulate",),
+            "make one step of A batches, for batches that do not fit into memory",
+            settings={"type": _count, "metavar": "A"},
+        ),
+        Argument(
+            ("--fusion-buffer-size",),
+            "how many bytes of gradients are reduced at once (25MB)",
+            settings={"metavar": "SIZE"},
+        ),
+        Argument(
+            ("--no-memory-pinning",),
+            "let loaders pin no memory, to save some of the host's",
+            "",
+            _FLAG,
         ),
         Argument(("--model",), "the model; found by its type when not given", "worker variable", _NAME),
         Argument(("--optimizer",), "the optimizer", "worker variable", _NAME),
@@ -289,6 +311,10 @@ CELL = Command(
         Argument(("--no-sync-batchnorm",), "let BatchNorm take each rank's own statistics", "", _FLAG),
     ),
 )
+
+
+# The options of the cell's line that each strategy takes.
+_OPTIONS = {"data_parallel": ("sync_frequency", "mode", "accumulate", "fusion_buffer_size")}
 
 
 @dataclass(frozen=True)
@@ -316,10 +342,12 @@ def parse_cell(words: Sequence[str]) -> CellOptions:
     name = canonical_strategy(given.strategy)
     for role in ("model", "optimizer", "loader"):
         _check_identifier(role, getattr(given, role))
-    options = {"sync_frequency": given.sync_frequency}
-    spec = StrategySpec(
-        name=name,
-        options={option: value for option, value in options.items() if value is not None},
+    options = {option: getattr(given, option) for option in _OPTIONS[name]}
+    strategy = STRATEGIES[name](
+        **{option: value for option, value in options.items() if value is not None},
+        memory_pinning=not given.no_memory_pinning,
+    )
+    spec = strategy.spec(
         model=given.model,
         optimizer=given.optimizer,
         loader=given.loader,
@@ -333,7 +361,9 @@ def parse_cell(words: Sequence[str]) -> CellOptions:
 def _refuse_without_strategy(given: argparse.Namespace) -> None:
     for argument in CELL.arguments:
         if argument is not _TARGETS and getattr(given, _attribute(argument)) not in (None, False):
-            raise UsageError(f"{argument.names[-1]} needs a strategy: add --strategy {STRATEGIES[0]}.")
+            raise UsageError(
+                f"{argument.names[-1]} needs a strategy: add --strategy {next(iter(STRATEGIES))}."
+            )
 
 
 def _check_identifier(option: str, name: str | None) -> None:

@@ -34,7 +34,16 @@ def describe_sync(history: RunHistory) -> list[str]:
     )
     per_step = max(worker.num_bytes for worker in history.workers) // max(1, history.steps)
     line = f"time: {shares}; {size_text(per_step)} a step and worker are reduced"
-    return [line, *_straggler(history)]
+    return [line, *_straggler(history), *_drift(history)]
+
+
+def _drift(history: RunHistory) -> list[str]:
+    drifts = [worker.drift for worker in history.workers if worker.drift is not None]
+    if not drifts:
+        return []
+    return [
+        f"at the last average the workers' parameters were apart by up to {100 * max(drifts):.2g} % of their size"
+    ]
 
 
 def _straggler(history: RunHistory) -> list[str]:

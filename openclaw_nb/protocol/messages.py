@@ -189,7 +189,8 @@ class Measured:
     """One worker's progress in a strategy cell since the last such event.
 
     ``samples`` are this worker's own, ``loss`` the newest global loss or None, ``seconds`` what its time went to
-    (data, compute, wait, transfer), ``num_bytes`` what it gave into reductions.
+    (data, compute, wait, transfer), ``num_bytes`` what it gave into reductions, ``drift`` how far its parameters
+    were from the average when they were averaged last, relative to it.
     """
 
     worker: int
@@ -201,6 +202,7 @@ class Measured:
     loss: float | None
     seconds: dict[str, float] = field(default_factory=dict)
     num_bytes: int = 0
+    drift: float | None = None
 
 
 Event = Shown | Whereabouts | Measured

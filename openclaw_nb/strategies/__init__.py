@@ -1,1 +1,25 @@
-"""The strategies as the notebook side knows them: names, no torch."""
+"""The strategies as the notebook side knows them: names and checked options, no torch."""
+
+from __future__ import annotations
+
+from openclaw_nb.core.errors import unknown_name
+from openclaw_nb.strategies.data_parallel import DataParallelStrategy
+
+__all__ = ["ALIASES", "STRATEGIES", "DataParallelStrategy", "canonical_strategy"]
+
+STRATEGIES = {"data_parallel": DataParallelStrategy}
+ALIASES = {"data": "data_parallel"}
+
+
+def canonical_strategy(name: str) -> str:
+    """Return the strategy's own name for a name or an alias of it.
+
+    Raises
+    ------
+    UnknownNameError
+        With the strategies that there are.
+    """
+    found = ALIASES.get(name, name)
+    if found not in STRATEGIES:
+        raise unknown_name("strategy", name, [*STRATEGIES, *ALIASES])
+    return found

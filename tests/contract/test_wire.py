@@ -50,7 +50,7 @@ WIRE = {
     "Failed": "error_type message traceback consequence= interrupted= at= value=",
     "Shown": "run_id worker seq entries",
     "Whereabouts": "worker run_id epoch call group number seconds line code",
-    "Measured": "worker run_id seq at steps samples loss seconds= num_bytes=",
+    "Measured": "worker run_id seq at steps samples loss seconds= num_bytes= drift=",
 }
 
 SPEC = StrategySpec(

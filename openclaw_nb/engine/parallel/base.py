@@ -48,5 +48,8 @@ class Strategy:
     def enter(self) -> None:
         """Prepare the objects for the cell."""
 
+    def finish(self) -> None:
+        """Conclude what the ranks do together, after a cell that ended without an error on this rank."""
+
     def exit(self) -> None:
         """Leave the objects plain; called also when the cell failed."""

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sized
 
 from openclaw_nb.core.errors import RefusedError
 from openclaw_nb.engine import batchnorm
+from openclaw_nb.engine.averaging import LocalSteps
 from openclaw_nb.engine.common import make_common
 from openclaw_nb.engine.loaders import LoaderSplitter
-from openclaw_nb.engine.objects import find_objects
+from openclaw_nb.engine.objects import Objects, find_objects
 from openclaw_nb.engine.parallel.base import CellContext, Strategy
+from openclaw_nb.engine.reducer import BUCKET_BYTES
 from openclaw_nb.engine.steps import StepEngine, StepOptions
+
+_LOCAL = (
+    "each worker takes steps of its own, with its own loss and BatchNorm statistics; parameters are averaged every "
+    "sync-frequency steps, before evaluations and at the end"
+)
 
 
 class DataParallel(Strategy):
@@ -19,12 +26,13 @@ class DataParallel(Strategy):
     Parameters
     ----------
     context : CellContext
-        The cell; its options may hold ``sync_frequency``.
+        The cell; its options are those of `openclaw_nb.strategies.DataParallelStrategy`.
     """
 
     def __init__(self, context: CellContext) -> None:
         super().__init__(context)
         self._undo: list[Callable[[], None]] = []
+        self._engine: StepEngine | None = None
 
     def enter(self) -> None:
         """Find the objects, make the ranks' state common, and hang the step engine onto them.
@@ -43,10 +51,13 @@ class DataParallel(Strategy):
             loader=spec.loader,
         )
         options = self._options()
-        if options.sync_frequency > 1 and any("loader" not in b.callee.lower() for b in objects.built):
-            raise RefusedError("With --sync-frequency, build the scheduler in a cell of its own first.")
+        local = spec.options.get("mode") == "parameter"
+        if options.batches_per_step > 1 and any("loader" not in b.callee.lower() for b in objects.built):
+            raise RefusedError(
+                "With --sync-frequency or --accumulate, build the scheduler in a cell of its own first."
+            )
         self.context.notes.extend(make_common(ranks, objects))
-        engine = StepEngine(ranks, objects, options, self.context.publisher)
+        engine = (LocalSteps if local else StepEngine)(ranks, objects, options, self.context.publisher)
         splitter = LoaderSplitter(
             ranks,
             engine.is_training,
@@ -54,9 +65,15 @@ class DataParallel(Strategy):
             fetching=self.context.publisher.clock.fetching,
             common_only=options.split == "model",
             only=list(objects.loaders.values()) if spec.loader else None,
+            pinning=bool(spec.options.get("memory_pinning", True)),
         )
-        self._synchronise_batchnorms(objects.models, engine)
+        self._tell_short_passes(objects, options)
+        if local:
+            self.context.notes.append(_LOCAL)
+        else:
+            self._synchronise_batchnorms(objects.models, engine)
         engine.install()
+        self._engine = engine
         self._undo.append(engine.remove)
         splitter.install()
         self._undo.append(splitter.remove)
@@ -64,13 +81,30 @@ class DataParallel(Strategy):
     def _options(self) -> StepOptions:
         spec = self.context.spec
         frequency = int(spec.options.get("sync_frequency", 1))
-        if frequency < 1:
-            raise RefusedError(f"--sync-frequency {frequency}: it is a number of batches, at least 1.")
-        if frequency > 1 and spec.split == "model":
+        accumulate = int(spec.options.get("accumulate", 1))
+        local = spec.options.get("mode") == "parameter"
+        if (frequency * accumulate > 1 or local) and spec.split == "model":
             raise RefusedError(
-                "--sync-frequency counts a loader's batches: it cannot be used with --split model."
+                "--sync-frequency and --accumulate count a loader's batches: they cannot be used with --split model."
             )
-        return StepOptions(split=spec.split, reduction=spec.reduction, sync_frequency=frequency)
+        return StepOptions(
+            split=spec.split,
+            reduction=spec.reduction,
+            batches_per_step=accumulate if local else frequency * accumulate,
+            steps_per_average=frequency if local else 1,
+            bucket_bytes=int(spec.options.get("fusion_buffer_size", BUCKET_BYTES)),
+        )
+
+    def _tell_short_passes(self, objects: Objects, options: StepOptions) -> None:
+        every = options.batches_per_step * options.steps_per_average
+        for name, loader in objects.loaders.items():
+            if loader.batch_sampler is not None and isinstance(loader.batch_sampler, Sized):
+                count = len(loader.batch_sampler)
+                if every > count > 0:
+                    self.context.notes.append(
+                        f"{every} batches between synchronisations are more than a pass of {name} has ({count}): "
+                        "it is synchronised once a pass"
+                    )
 
     def _synchronise_batchnorms(self, models: dict, engine: StepEngine) -> None:  # type: ignore[type-arg]
         count = sum(batchnorm.count_batchnorms(model) for model in models.values())
@@ -85,6 +119,11 @@ class DataParallel(Strategy):
         for model in models.values():
             self._undo.append(batchnorm.synchronise(model, self.context.ranks.gather, engine.num_real))
         self.context.notes.append(f"{count} BatchNorm layers use the statistics of the whole batch")
+
+    def finish(self) -> None:
+        """Let the engine conclude."""
+        if self._engine is not None:
+            self._engine.finish()
 
     def exit(self) -> None:
         """Take everything off again, last first."""

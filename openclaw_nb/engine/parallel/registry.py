@@ -25,8 +25,8 @@ def strategy_context(
     source: str,
     publisher: Publisher,
     report: dict[str, Any],
-) -> Iterator[None]:
-    """Run the body with the cell's objects prepared for the strategy.
+) -> Iterator[Strategy]:
+    """Run the body with the cell's objects prepared for the strategy, which the body concludes (`Strategy.finish`).
 
     Parameters
     ----------
@@ -54,6 +54,6 @@ def strategy_context(
     strategy = strategy_class(context)
     try:
         strategy.enter()
-        yield
+        yield strategy
     finally:
         strategy.exit()

@@ -6,6 +6,7 @@ from openclaw_nb.core.errors import UnknownNameError, UsageError
 from openclaw_nb.notebook import options, verbs
 from openclaw_nb.notebook.targets import Place, resolve_targets
 from openclaw_nb.protocol.messages import StrategySpec
+from openclaw_nb.strategies import DataParallelStrategy
 
 
 def parse(line: str) -> object:
@@ -99,17 +100,26 @@ def test_a_plain_cell() -> None:
 
 
 def test_a_strategy_cell() -> None:
-    batches = "--sync-frequency 10 --split model --reduction sum"
+    batches = "--sync-frequency 10 --mode parameter --fusion-buffer-size 1MB --split model --reduction sum"
     assert cell(f"-s data {batches} --model net --no-sync-batchnorm").strategy == StrategySpec(
         name="data_parallel",
-        options={"sync_frequency": 10},
+        options={
+            "sync_frequency": 10,
+            "mode": "parameter",
+            "accumulate": 1,
+            "fusion_buffer_size": 2**20,
+            "memory_pinning": True,
+        },
         model="net",
         split="model",
         reduction="sum",
         sync_batchnorm=False,
     )
+    frugal = cell("-s data --no-memory-pinning").strategy
+    assert frugal is not None
+    assert frugal.options["memory_pinning"] is False
     assert cell("-s data -t 0,1").targets == "0,1"
-    assert cell("--strategy data_parallel").strategy == StrategySpec(name="data_parallel")
+    assert cell("--strategy data_parallel").strategy == DataParallelStrategy().spec()
 
 
 @pytest.mark.parametrize(
@@ -119,8 +129,12 @@ def test_a_strategy_cell() -> None:
         ("--strateg data", "Did you mean '--strategy'?"),
         ("-s data --split lodaer", "Did you mean 'loader'?"),
         ("-s data --model a-b", "--model takes names of variables"),
+        ("-s data --mode gradients", "Did you mean 'gradient'?"),
+        ("-s data --accumulate -1", "'-1' is not a whole number of at least 1"),
+        ("-s data --fusion-buffer-size much", "fusion_buffer_size is a size such as '25MB'"),
         ("-s data --sync-frequency 0", "'0' is not a whole number of at least 1"),
         ("--sync-frequency 10", "--sync-frequency needs a strategy"),
+        ("--no-memory-pinning", "--no-memory-pinning needs a strategy"),
         ("--no-sync-batchnorm", "--no-sync-batchnorm needs a strategy"),
         ("print(1)", "does not take 'print(1)'"),
     ],

@@ -1,0 +1,202 @@
+"""Local steps: each rank trains on its own slices for a while, then parameters are averaged (local SGD).
+
+    batch ─> backward and step on this rank alone ─> ... ─> before batch K + 1: average over the ranks
+                                                       └─> also before an evaluation, state_dict(), and at the end
+
+Averaged are parameters, buffers and the optimizers' state, each rank's by the samples that it has seen since the last
+time, so that all ranks are equal afterwards. As all of it is linear, K = 1 with SGD, also with momentum, gives the
+parameters of single-device training. Stich, "Local SGD Converges Fast and Communicates Little", ICLR 2019; with the
+momentum averaged too, Yu, Jin and Yang, "On the Linear Speedup Analysis of Communication Efficient Momentum SGD for
+Distributed Non-Convex Optimization", ICML 2019.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from openclaw_nb.engine.loaders import Slice
+from openclaw_nb.engine.measure import Publisher
+from openclaw_nb.engine.objects import Objects
+from openclaw_nb.engine.ranks import Ranks
+from openclaw_nb.engine.reducer import GradientReducer
+from openclaw_nb.engine.steps import StepEngine, StepOptions, Window, times
+from openclaw_nb.engine.sums import Layout, Sum
+
+
+class Average:
+    """Averages the tensors of some objects over the ranks.
+
+    Parameters
+    ----------
+    ranks : Ranks
+        Whose tensors are averaged.
+    objects : Objects
+        Their models and optimizers; what has no floating-point type is left as it is.
+    """
+
+    def __init__(self, ranks: Ranks, objects: Objects) -> None:
+        self._ranks, self._objects = ranks, objects
+        self._layouts: list[Layout] = []
+        self._sums: Sequence[Sum] = []
+        self._turn = 0
+
+    def __call__(self, weight: float) -> float:
+        """Replace the tensors by the sum over the ranks of ``weight`` times theirs.
+
+        Parameters
+        ----------
+        weight : float
+            This rank's; those of all ranks add up to 1.
+
+        Returns
+        -------
+        float
+            How far this rank's parameters were from the average: the norm of the difference by the norm of the
+            average, over all parameters.
+        """
+        groups = _by_kind(self._tensors())
+        self._prepare([Layout(sum(t.numel() for t in group), *kind) for kind, group in groups.items()])
+        works = []
+        for each, group in zip(self._sums, groups.values(), strict=True):
+            turn = self._turn % len(each.inputs)
+            torch.cat([t.reshape(-1) for t in group], out=each.inputs[turn])
+            each.inputs[turn].mul_(weight)
+            works.append(each.start(turn))
+        self._turn += 1
+        for work in works:
+            if work is not None:
+                work.wait()
+        own = {id(p) for model in self._objects.models.values() for p in model.parameters()}
+        moved = norm = 0.0
+        for each, group in zip(self._sums, groups.values(), strict=True):
+            parts = each.result.split([t.numel() for t in group])
+            for tensor, part in zip(group, parts, strict=True):
+                average = part.view(tensor.shape)
+                if id(tensor) in own:
+                    moved += float(torch.linalg.vector_norm(tensor - average)) ** 2
+                    norm += float(torch.linalg.vector_norm(average)) ** 2
+                tensor.copy_(average)
+        return float((moved / norm) ** 0.5) if norm else 0.0
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that each rank gives into one average."""
+        return 0 if self._ranks.size == 1 else sum(each.result.nbytes for each in self._sums)
+
+    def _prepare(self, layouts: list[Layout]) -> None:
+        if layouts != self._layouts:  # an optimizer has its state only after its first step
+            self._sums = self._ranks.make_sums(layouts)
+            self._layouts = layouts
+
+    def _tensors(self) -> Iterator[Tensor]:
+        seen: set[int] = set()
+        for tensor in self._every():
+            if tensor.is_floating_point() and id(tensor) not in seen:
+                seen.add(id(tensor))
+                yield tensor
+
+    def _every(self) -> Iterator[Tensor]:
+        for model in self._objects.models.values():
+            yield from model.parameters()
+            yield from model.buffers()
+        for optimizer in self._objects.optimizers.values():
+            for group in optimizer.param_groups:
+                for parameter in group["params"]:
+                    state = optimizer.state.get(parameter, {})
+                    yield from (value for _, value in sorted(state.items()) if isinstance(value, Tensor))
+
+
+def _by_kind(tensors: Iterator[Tensor]) -> dict[tuple[torch.dtype, torch.device], list[Tensor]]:
+    groups: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+    for tensor in tensors:
+        groups.setdefault((tensor.dtype, tensor.device), []).append(tensor)
+    return groups
+
+
+class LocalSteps(StepEngine):
+    """A step engine whose ranks step by themselves and average every so many steps.
+
+    Parameters
+    ----------
+    ranks : Ranks
+        The ranks.
+    objects : Objects
+        The cell's models and what trains them.
+    options : StepOptions
+        How steps are made.
+    publisher : Publisher
+        Told of each step and each average.
+    """
+
+    def __init__(self, ranks: Ranks, objects: Objects, options: StepOptions, publisher: Publisher) -> None:
+        super().__init__(ranks, objects, options, publisher)
+        self._average = Average(ranks, objects)
+        self._until_average = Window(options.batches_per_step * options.steps_per_average)
+        self._seen = self._seen_by_all = 0
+
+    def _new_reducer(self) -> GradientReducer:
+        """Return one that reduces nothing: gradients stay where they are."""
+        found = {id(p): p for model in self._objects.models.values() for p in model.parameters()}
+        self._parameters = list(found.values())
+        return GradientReducer([], self._ranks, message_size=1)
+
+    def install(self) -> None:
+        """Hang the engine onto the models, until `remove`."""
+        super().install()
+        for model in self._objects.models.values():
+            self._handles.append(model.register_state_dict_pre_hook(lambda *_: self.synchronise()))
+
+    def take_slice(self, part: Slice | None) -> None:
+        """Take note of the next batch; average first if it is time to."""
+        if self._until_average.is_boundary:
+            self.synchronise()
+        super().take_slice(part)
+        if part is not None:
+            self._until_average.next_batch(part.is_last)
+
+    def _before_call(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        if not (module.training and torch.is_grad_enabled()):
+            self.synchronise()  # an evaluation is one of the model that training leads to
+        return super()._before_call(module, args, kwargs)
+
+    def finish(self) -> None:
+        """Make all ranks equal at the end of the cell."""
+        self.synchronise()
+
+    def synchronise(self) -> None:
+        """Average over the ranks, if any of them has trained since the last time. Every rank calls this."""
+        if not self._seen_by_all or self._ranks.size == 1:
+            return
+        weight, self._seen, self._seen_by_all = self._seen / self._seen_by_all, 0, 0
+        self._clock.arrive()
+        try:
+            with torch.no_grad():
+                drift = self._average(weight)
+        finally:
+            self._clock.leave()
+        self._publisher.average(drift, self._average.num_bytes)
+
+    def _run_backward(self, root: Tensor, grad_tensors: Any, retain_graph: bool | None) -> None:
+        self._recorder.clear()
+        boundary = self._window.is_boundary
+        given = times(grad_tensors, root, self._window.weigh(self._num_local()))
+        self._weight = 1.0 if self._num_local() else 0.0
+        if boundary:
+            self._window.give_back(self._parameters)
+        try:
+            self._backward(root, given, retain_graph)
+        finally:
+            self._weight = None
+        self._seen += self._num_local()
+        self._seen_by_all += self._num_global()
+        self._publisher.batch(self._num_local())
+        if not boundary:
+            self._window.keep(self._parameters)
+            return
+        if self._window.factor != 1.0:
+            torch._foreach_mul_([p.grad for p in self._parameters if p.grad is not None], self._window.factor)
+        self._publisher.step(float(root.detach()), 0)

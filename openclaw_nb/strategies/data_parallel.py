@@ -1,0 +1,92 @@
+"""Data parallel as it is asked for: the options, checked, in the words of cells, scripts and configuration."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from openclaw_nb.core.errors import UsageError, unknown_name
+from openclaw_nb.core.text import parse_size
+from openclaw_nb.protocol.messages import StrategySpec
+
+MODES = ("gradient", "parameter")
+_SMALLEST_BUFFER = 1024
+
+
+@dataclass(frozen=True)
+class DataParallelStrategy:
+    """Every worker has the whole model and a part of each batch.
+
+    Parameters
+    ----------
+    devices : sequence of str, optional
+        The devices whose workers take part; all when not given.
+    sync_frequency : int
+        Synchronise every so many steps.
+    mode : {"gradient", "parameter"}
+        ``gradient``: gradients are accumulated and one step is made every `sync_frequency` batches, the same as on a
+        single device with batches so much larger. ``parameter``: each worker makes steps of its own, and parameters
+        are averaged every `sync_frequency` steps (local SGD); also before evaluations, ``state_dict()`` and the end.
+    accumulate : int
+        How many batches make one step, for batches that do not fit into memory.
+    fusion_buffer_size : int or str
+        Bytes of gradients that are reduced at once, such as ``"25MB"``. Smaller ones begin earlier in the backward
+        pass, larger ones have fewer messages.
+    memory_pinning : bool
+        Let loaders pin memory where they were made to; False saves memory of the host.
+
+    Raises
+    ------
+    UsageError
+        When a value cannot be.
+
+    Examples
+    --------
+    >>> DataParallelStrategy(sync_frequency=10).spec().options["sync_frequency"]
+    10
+    """
+
+    name: ClassVar[str] = "data_parallel"
+
+    devices: Sequence[str] | None = None
+    sync_frequency: int = 1
+    mode: str = "gradient"
+    accumulate: int = 1
+    fusion_buffer_size: int | str = "25MB"
+    memory_pinning: bool = True
+
+    def __post_init__(self) -> None:
+        if self.mode not in MODES:
+            raise unknown_name("mode", self.mode, MODES)
+        for option in ("sync_frequency", "accumulate"):
+            value = getattr(self, option)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise UsageError(f"{option} is a whole number of at least 1, not {value!r}.")
+        if self.buffer_bytes < _SMALLEST_BUFFER:
+            raise UsageError(
+                f"fusion_buffer_size is a size of at least {_SMALLEST_BUFFER} bytes, such as '25MB', "
+                f"not {self.fusion_buffer_size!r}."
+            )
+
+    @property
+    def buffer_bytes(self) -> int:
+        """The fusion buffer's size in bytes."""
+        return parse_size(self.fusion_buffer_size, "fusion_buffer_size")
+
+    def spec(self, **cell: Any) -> StrategySpec:
+        """Return what the workers are told.
+
+        Parameters
+        ----------
+        **cell
+            The other fields of `StrategySpec`: which model, optimizer and loader.
+        """
+        options = {
+            "sync_frequency": self.sync_frequency,
+            "mode": self.mode,
+            "accumulate": self.accumulate,
+            "fusion_buffer_size": self.buffer_bytes,
+            "memory_pinning": self.memory_pinning,
+        }
+        return StrategySpec(name=self.name, options=options, **cell)
