@@ -12,7 +12,7 @@ from __future__ import annotations
 import html
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, overload
 
 from openclaw_nb.monitor.store import Curve, RunHistory, WorkerHistory
 from openclaw_nb.notebook.svg import COLOURS, STYLE, Labels, Line, line_chart, thin
@@ -286,6 +286,43 @@ def run_figure(history: RunHistory) -> dict[str, Any]:
         "text/html": f'{STATIC_STYLE}<div class="oc-run">{paragraphs}{charts(history)}</div>',
         "text/plain": "\n".join(words),
     }
+
+
+class RunFigures(Sequence["Figure"]):
+    """The plotly figures of a run, which show as the run's static figure does.
+
+    Parameters
+    ----------
+    history : RunHistory
+        The run.
+    """
+
+    def __init__(self, history: RunHistory) -> None:
+        self.history = history
+        self._figures: list[Figure] | None = None
+
+    @property
+    def figures(self) -> list[Figure]:
+        """The figures, made when they are first asked for: plotly takes its time to be imported."""
+        if self._figures is None:
+            self._figures = plotly_figures(self.history)
+        return self._figures
+
+    @overload
+    def __getitem__(self, index: int) -> Figure: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Figure]: ...
+    def __getitem__(self, index: int | slice) -> Figure | list[Figure]:
+        return self.figures[index]
+
+    def __len__(self) -> int:
+        return len(self.figures)
+
+    def __repr__(self) -> str:
+        return "\n".join(describe_run(self.history))
+
+    def _repr_mimebundle_(self, **kwargs: Any) -> dict[str, Any]:
+        return run_figure(self.history)
 
 
 def show_run(history: RunHistory) -> None:

@@ -17,6 +17,7 @@ from IPython.core.magic import Magics, line_cell_magic, line_magic, magics_class
 
 from openclaw_nb.core.errors import OpenClawError, UsageError
 from openclaw_nb.notebook import options
+from openclaw_nb.notebook.auto import auto_of
 from openclaw_nb.notebook.complete import MATCHER, LiveNames, matcher
 from openclaw_nb.notebook.tables import Message
 
@@ -89,7 +90,7 @@ class OpenClawMagics(Magics):
         from openclaw_nb.notebook.verbs import Context
         from openclaw_nb.session import current_session
 
-        return Context(current_session(), self.shell.user_ns, self._in_notebook)
+        return Context(current_session(), self.shell, self._in_notebook)
 
     def _sink(self) -> Any:
         from openclaw_nb.notebook.live import NotebookSink, TextSink
@@ -146,6 +147,7 @@ def unload(shell: Any) -> None:
             shell.magics_manager.magics[kind].pop(name, None)
     matchers = shell.Completer.custom_matchers
     matchers[:] = [m for m in matchers if not _is_ours(m)]
+    auto_of(shell).switch(False)
 
 
 def _is_ours(candidate: Any) -> bool:

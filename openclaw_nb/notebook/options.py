@@ -111,7 +111,7 @@ def _new_parser(command: Command) -> argparse.ArgumentParser:
     parser = _Parser(prog=command.prog, description=command.summary, add_help=False, allow_abbrev=False)
     for argument in command.arguments:
         settings = dict(argument.settings)
-        if isinstance(argument.values, tuple):
+        if isinstance(argument.values, tuple) and argument.is_option:
             settings.setdefault("metavar", "|".join(argument.values))
         parser.add_argument(*argument.names, help=argument.help, **settings)
     parser.add_argument("--help", action="store_true", help="show this")
@@ -186,6 +186,12 @@ VERBS: dict[str, Command] = {
         ("status", "Show the workers, their devices and what runs on them.", ()),
         ("devices", "Show what this machine can run workers on.", ()),
         ("panel", "Show the live panel.", ()),
+        ("plot", "Show the figures of the last strategy cell, and return them.", ()),
+        (
+            "auto",
+            "Let plain cells run on the workers, without a magic on their first line.",
+            (Argument(("switch",), "on or off", ("on", "off")),),
+        ),
         ("stop", "End the cluster: every process it started.", ()),
         ("list", "Show the clusters on this host.", ()),
         (

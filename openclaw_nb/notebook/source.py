@@ -11,6 +11,7 @@ import warnings
 from typing import Any
 
 from openclaw_nb.core.errors import UsageError
+from openclaw_nb.notebook.auto import auto_of
 from openclaw_nb.notebook.failure import drawn
 
 _INDENT = re.compile(r"[ \t]*")
@@ -39,7 +40,8 @@ def checked(shell: Any, line: str, cell: str) -> str:
     """
     source = at_its_lines(cell, line, _num_lines_above(shell, cell))
     try:
-        transformed = shell.transform_cell(source)
+        with auto_of(shell).paused():
+            transformed = shell.transform_cell(source)
         name = shell.compile.cache(transformed, cell_number(shell), raw_code=source)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the workers show them
@@ -64,7 +66,7 @@ def at_its_lines(cell: str, line: str, num_above: int) -> str:
 
     They are comments, as IPython drops empty lines at the beginning. A cell magic below ours must stay first.
     """
-    if cell.lstrip().startswith("%%"):
+    if cell.lstrip().startswith("%%") or not num_above:
         return cell
     first = next(text for text in cell.split("\n") if text.strip())
     match = _INDENT.match(first)
@@ -74,7 +76,9 @@ def at_its_lines(cell: str, line: str, num_above: int) -> str:
 
 
 def _num_lines_above(shell: Any, cell: str) -> int:
-    """Count the lines above the cell's code: ours, and those of magics above ours."""
+    """Count the lines above the cell's code: ours, and those of magics above ours; none that `auto` put there."""
     inputs = getattr(shell.history_manager, "input_hist_raw", [""])
     found = inputs[-1].lstrip().rfind(cell.rstrip())
+    if auto_of(shell).on and not inputs[-1].lstrip().startswith("%%"):
+        return 0
     return max(1, inputs[-1].lstrip().count("\n", 0, found)) if found > 0 else 1

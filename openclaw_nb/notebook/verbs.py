@@ -9,7 +9,7 @@ import argparse
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from openclaw_nb.core.errors import UsageError
 from openclaw_nb.notebook import transfer
@@ -19,16 +19,25 @@ from openclaw_nb.notebook.tables import Message, Table, cluster_table, device_ta
 from openclaw_nb.notebook.targets import resolve_targets
 from openclaw_nb.session import OpenClawCluster, Session
 
+if TYPE_CHECKING:
+    from openclaw_nb.notebook.figures import RunFigures
+
 _LATE_SECONDS = 0.5
 
 
 @dataclass(frozen=True)
 class Context:
-    """What verbs act on: the session, and the notebook's variables and kind."""
+    """What verbs act on: the session, and the notebook's shell and kind."""
 
     session: Session
-    namespace: dict[str, Any]
+    shell: Any
     in_notebook: bool
+
+    @property
+    def namespace(self) -> dict[str, Any]:
+        """The notebook's variables."""
+        found: dict[str, Any] = self.shell.user_ns
+        return found
 
     def bar(self, title: str, delay_seconds: float = 0.0) -> ProgressBar:
         """Return a progress bar for this notebook or terminal."""
@@ -66,6 +75,28 @@ def _panel(context: Context, options: argparse.Namespace) -> Any:
 
     cluster = context.session.cluster
     return Panel(cluster.master if cluster is not None else None, context.session.monitor)
+
+
+def _plot(context: Context, options: argparse.Namespace) -> RunFigures:
+    from openclaw_nb.notebook.figures import RunFigures
+
+    history = context.session.monitor.latest()
+    if history is None:
+        raise UsageError(
+            "Nothing was measured yet: run a cell with %%openclaw_parallel --strategy data_parallel first."
+        )
+    return RunFigures(history)
+
+
+def _auto(context: Context, options: argparse.Namespace) -> Message:
+    from openclaw_nb.notebook.auto import auto_of
+
+    if options.switch == "on":
+        name = context.session.master.name  # an error when no cluster runs
+        auto_of(context.shell).switch(True)
+        return Message(f"Plain cells run on the workers of {name} now. %openclaw auto off ends that.")
+    auto_of(context.shell).switch(False)
+    return Message("Plain cells run in the notebook.")
 
 
 def _stop(context: Context, options: argparse.Namespace) -> Message:
@@ -129,6 +160,8 @@ HANDLERS: dict[str, Callable[[Context, argparse.Namespace], Any]] = {
     "status": _status,
     "devices": _devices,
     "panel": _panel,
+    "plot": _plot,
+    "auto": _auto,
     "stop": _stop,
     "list": _list,
     "push": _push,

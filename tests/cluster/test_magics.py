@@ -128,6 +128,7 @@ def notebook(kernel: Notebook) -> Notebook:
         "%openclaw pull x",
         "%openclaw interrupt",
         "%openclaw reset",
+        "%openclaw auto on",
         "%%openclaw_parallel\n1",
     ],
 )
@@ -216,6 +217,43 @@ def test_an_unknown_strategy(notebook: Notebook) -> None:
 def test_status_is_a_value_too(notebook: Notebook) -> None:
     ran = notebook.good("s = %openclaw status\n[(r.worker, r.id, r.state) for r in s]")
     assert ran.text == "[('worker-0', 'CPU-0', 'idle'), ('worker-1', 'CPU-1', 'idle')]"
+
+
+def test_auto_runs_plain_cells_on_the_workers(notebook: Notebook) -> None:
+    said = notebook.good("%openclaw auto on").text
+    assert said.startswith("Plain cells run on the workers of ")
+    try:
+        notebook.good("# a comment\nautomatic = rank + 1")
+        assert notebook.good("print(automatic)").text == "[rank 0]\n1\n[rank 1]\n2"
+        assert "Cluster" in notebook.good("%openclaw status").text
+        error = notebook.run("one = 1\n\n1 / 0").error
+        assert "----> 3 1 / 0" in error  # the cell's own lines
+        assert "SyntaxError" in notebook.run("one = = 1").error
+    finally:
+        notebook.good("%openclaw auto off")
+    assert "NameError" in notebook.run("automatic").error
+    assert notebook.value("1 + 1") == "2"
+
+
+def test_plot_returns_the_figures_of_the_last_strategy_cell(notebook: Notebook) -> None:
+    assert "Nothing was measured yet" in notebook.run("%openclaw plot").error
+    notebook.good("""%%openclaw_parallel
+import torch
+model = torch.nn.Linear(4, 2)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+data = torch.utils.data.TensorDataset(torch.randn(64, 4), torch.randn(64, 2))
+loader = torch.utils.data.DataLoader(data, batch_size=8)""")
+    notebook.good("""%%openclaw_parallel -s data_parallel
+import time
+for x, y in loader:
+    optimizer.zero_grad(); loss = torch.nn.functional.mse_loss(model(x), y); loss.backward(); optimizer.step()
+    time.sleep(0.1)""")
+    shown = notebook.good("figures = %openclaw plot\nfigures")
+    assert "8 steps, 64 samples" in shown.text
+    assert {"text/html", "application/vnd.plotly.v1+json"} <= set(shown.outputs[0]["data"])
+    assert notebook.value("[f.layout.title.text for f in figures]") == (
+        "['samples/s', 'loss', 'what time went to']"
+    )
 
 
 # ---------------------------------------------------------------------------------------------------- errors
