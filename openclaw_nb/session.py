@@ -15,10 +15,11 @@ from functools import cached_property
 from types import TracebackType
 from typing import Any
 
-from openclaw_nb.cluster.devices import Device, available_memory_bytes, choose_devices, list_devices
+from openclaw_nb.cluster.devices import Device, choose_devices, list_devices
 from openclaw_nb.cluster.master import MasterNode
 from openclaw_nb.cluster.run import CellRun, RunResult
 from openclaw_nb.core.errors import AlreadyStartedError, NotStartedError, RemoteCellError, unknown_name
+from openclaw_nb.core.host import available_memory_bytes
 from openclaw_nb.core.text import is_set
 from openclaw_nb.monitor.store import Monitor
 from openclaw_nb.protocol.messages import StrategySpec

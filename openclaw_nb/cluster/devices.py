@@ -23,6 +23,7 @@ from pathlib import Path
 import psutil
 
 from openclaw_nb.core.errors import ResourceError, UnknownNameError, UsageError, unknown_name
+from openclaw_nb.core.host import number_in, text_of, total_memory_bytes, usable_cores
 
 MEMORY_PER_WORKER_BYTES = 2 * 1024**3
 """Host memory that a worker with torch and a small model needs."""
@@ -31,7 +32,6 @@ _SMI_SECONDS = 10.0  # without persistence mode the driver wakes up each GPU fir
 _READING_AGE_SECONDS = 0.5
 _MIB = 1024**2
 _GIB = 1024**3
-_ROOT = Path("/")
 
 
 @dataclass(frozen=True)
@@ -67,35 +67,6 @@ def list_devices() -> list[Device]:
     return [*_list_gpus(os.environ.get("CUDA_VISIBLE_DEVICES")), *_list_cores()]
 
 
-def usable_cores(root: Path = _ROOT) -> int:
-    """Return how many cores this process may keep busy.
-
-    Parameters
-    ----------
-    root : Path
-        Where ``proc`` and ``sys`` are looked for.
-
-    Returns
-    -------
-    int
-        The cores of its affinity, no more than the whole cores of its container's CPU quota, at least 1.
-    """
-    affinity = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    quotas = [quota for level in _cgroup_levels("cpu", root) if (quota := _cpu_quota(level)) is not None]
-    return max(1, min([affinity, *map(int, quotas)]))
-
-
-def available_memory_bytes(root: Path = _ROOT) -> int:
-    """Return how much memory new processes can take: the host's, no more than the container has left."""
-    left = [limit - used for limit, used in _memory_limits(root)]
-    return max(0, min([int(psutil.virtual_memory().available), *left]))
-
-
-def total_memory_bytes(root: Path = _ROOT) -> int:
-    """Return the memory of the host, or the container's limit where that is smaller."""
-    return min([int(psutil.virtual_memory().total), *(limit for limit, _ in _memory_limits(root))])
-
-
 def threads_per_worker(num_workers: int, cores: int) -> int:
     """Return how many compute threads each worker gets so that together they do not exceed the cores."""
     return max(1, cores // max(1, num_workers))
@@ -124,59 +95,10 @@ def _list_cores() -> list[Device]:
 
 
 def _cpu_name() -> str:
-    for line in _text(Path("/proc/cpuinfo")).splitlines():
+    for line in text_of(Path("/proc/cpuinfo")).splitlines():
         if line.startswith("model name"):
             return line.partition(":")[2].strip()
     return platform.processor() or platform.machine() or "CPU"
-
-
-def _cgroup_levels(controller: str, root: Path) -> Iterator[Path]:
-    """Yield the folders that limit this process, its own first, for both versions of control groups."""
-    for line in _text(root / "proc/self/cgroup").splitlines():
-        _, names, path = line.split(":", 2)
-        if names and controller not in names.split(","):
-            continue
-        base = root / "sys/fs/cgroup" / (controller if names else "")
-        # In a container the path may be the host's and not exist here: then the folders above it count.
-        folder = base if ".." in path else base / path.lstrip("/")
-        yield from (level for level in (folder, *folder.parents) if level.is_relative_to(base))
-
-
-def _cpu_quota(level: Path) -> float | None:
-    words = _text(level / "cpu.max").split() or [
-        _text(level / "cpu.cfs_quota_us").strip(),
-        _text(level / "cpu.cfs_period_us").strip(),
-    ]
-    quota, period = (_number(word) for word in words[:2])
-    return quota / period if quota is not None and quota > 0 and period else None
-
-
-def _memory_limits(root: Path) -> Iterator[tuple[int, int]]:
-    """Yield limit and use in bytes of each level that has a limit; pages that can be dropped do not count."""
-    for level in _cgroup_levels("memory", root):
-        for limit_file, used_file, droppable in (
-            ("memory.max", "memory.current", "inactive_file"),
-            ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
-        ):
-            limit, used = _number(_text(level / limit_file)), _number(_text(level / used_file))
-            if limit is not None and used is not None:
-                statistics = dict(line.split() for line in _text(level / "memory.stat").splitlines())
-                yield int(limit), int(used) - int(statistics.get(droppable, 0))
-
-
-def _text(path: Path) -> str:
-    try:
-        return path.read_text(errors="replace")
-    except OSError:
-        return ""
-
-
-def _number(word: str) -> float | None:
-    """Read a number; None for ``max``, ``[N/A]``, ``[Not Supported]`` and an empty word."""
-    try:
-        return float(word)
-    except ValueError:
-        return None
 
 
 # ----------------------------------------------------------------------------------- who gets which of them
@@ -452,7 +374,7 @@ def _read_gpus() -> dict[int, DeviceReading]:
     rows = _query_gpus("index,utilization.gpu,memory.used,memory.total,temperature.gpu,power.draw")
     return {
         int(index): DeviceReading(
-            _number(busy), _mebibytes(used), _mebibytes(total), _number(temperature), _number(power)
+            number_in(busy), _mebibytes(used), _mebibytes(total), number_in(temperature), number_in(power)
         )
         for index, busy, used, total, temperature, power in rows
     }
@@ -473,5 +395,5 @@ def _query_gpus(fields: str) -> list[list[str]]:
 
 
 def _mebibytes(word: str) -> int | None:
-    number = _number(word)
+    number = number_in(word)
     return None if number is None else int(number * _MIB)

@@ -208,6 +208,7 @@ class MasterNode:
         targets: Sequence[int] | None = None,
         strategy: StrategySpec | None = None,
         execution_count: int = 0,
+        verify_steps: int = 0,
         on_wait: Callable[[str], None] | None = None,
     ) -> CellRun:
         """Run a cell's source on the workers; return at once with the run.
@@ -222,6 +223,9 @@ class MasterNode:
             How the cell is run in parallel; plain SPMD when not given.
         execution_count : int
             The notebook's number of the cell, for tracebacks.
+        verify_steps : int
+            With a strategy: only try so many steps, on a single device and under the strategy; rank 0's value in the
+            result then has a ``certificate``.
         on_wait : callable, optional
             Told what is waited for when the cluster is not ready at once.
 
@@ -242,13 +246,14 @@ class MasterNode:
             self._run = self.last_run = run
         members.mark_running(run_id, ranks.values())
         run.start(
-            lambda rank: RunCell(
+            RunCell(
                 run_id=run_id,
                 epoch=members.epoch,
                 source=source,
                 execution_count=execution_count,
                 strategy=strategy,
-                compare_names=strategy is not None,
+                compare_names=strategy is not None and not verify_steps,
+                verify_steps=verify_steps,
             )
         )
         return run

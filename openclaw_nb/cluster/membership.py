@@ -14,10 +14,11 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 
-from openclaw_nb.cluster.devices import Device, threads_per_worker, usable_cores
+from openclaw_nb.cluster.devices import Device, threads_per_worker
 from openclaw_nb.cluster.ipp import Door
 from openclaw_nb.cluster.worker import Worker
 from openclaw_nb.core.errors import ClusterError, OpenClawError, StartError, WorkerDiedError
+from openclaw_nb.core.host import usable_cores
 from openclaw_nb.protocol.messages import Done, Failed, FormGroup, Locate, Release, Reply
 
 Progress = Callable[[int, int, str], None]

@@ -151,11 +151,11 @@ class CellRun:
 
     # --------------------------------------------------------------------------------- from outside
 
-    def start(self, command: Callable[[int], RunCell]) -> None:
-        """Send ``command(rank)`` to each rank's worker."""
-        self._epoch = command(next(iter(self.ranks))).epoch
+    def start(self, command: RunCell) -> None:
+        """Send the cell to each rank's worker."""
+        self._epoch = command.epoch
         for rank, worker in self.ranks.items():
-            self._channel.request(worker, command(rank)).add_done_callback(
+            self._channel.request(worker, command).add_done_callback(
                 lambda future, rank=rank: self._inbox.put(("reply", rank, future))  # type: ignore[misc]
             )
         threading.Thread(target=self._work, name="openclaw-run", daemon=True).start()

@@ -12,6 +12,7 @@
     |-- WorkerError           something happened on a worker
     |   |-- RemoteCellError   a rank raised in a cell
     |   |-- WorkerDiedError   a worker's process ended
+    |   |-- NotVerifiedError  a cell was not run, as its strategy does not equal a single device
     |   `-- CellInterrupted   the stop button (also a KeyboardInterrupt)
     `-- GroupError            the process group cannot go on
         |-- ReleasedError     a collective was cut because another rank could not take part
@@ -80,6 +81,10 @@ class CellInterrupted(WorkerError, KeyboardInterrupt):
 
 class GroupError(OpenClawError, RuntimeError):
     """The process group cannot go on."""
+
+
+class NotVerifiedError(WorkerError):
+    """A cell that was to be verified first has failed to be, and was not run."""
 
 
 class ReleasedError(GroupError):

@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 import traceback
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 from openclaw_nb.core.errors import OpenClawError, ReleasedError
@@ -31,6 +32,7 @@ from openclaw_nb.protocol.messages import (
     Reply,
     RunCell,
     SendVariables,
+    StrategySpec,
     Whereabouts,
 )
 
@@ -178,6 +180,8 @@ class Agent:
 
     async def _run_under_strategy(self, command: RunCell) -> tuple[Outcome, dict[str, Any]]:
         report: dict[str, Any] = {}
+        if command.strategy is not None and command.verify_steps:
+            return await self._verify(command, command.strategy)
         if command.strategy is None:
             outcome = await self._runner.run(command.source, command.execution_count)
             return outcome, report
@@ -203,6 +207,31 @@ class Agent:
 
             report["names"] = variables.digests(self._shell.user_ns, cell_names(command.source).stores)
         return outcome, report
+
+    async def _verify(self, command: RunCell, spec: StrategySpec) -> tuple[Outcome, dict[str, Any]]:
+        """Try the cell's first steps on one device and under its strategy, and compare them."""
+        from openclaw_nb.engine.measure import SilentPublisher
+        from openclaw_nb.engine.parallel.registry import ranks_of, strategy_context
+        from openclaw_nb.engine.verify import Trial, Verifier
+
+        namespace = self._shell.user_ns
+
+        async def run(recording: AbstractContextManager[None]) -> Outcome:
+            with recording:
+                return await self._runner.run(command.source, command.execution_count)
+
+        async def run_parallel(recording: AbstractContextManager[None]) -> Outcome:
+            publisher = SilentPublisher(self.outbox, self._kernel.engine_id, command.run_id)
+            with strategy_context(spec, self._service, namespace, command.source, publisher, {}):
+                return await run(recording)
+
+        try:
+            with self.outbox.muted():
+                trial = Trial(command.source, spec, command.verify_steps)
+                verifier = Verifier(trial, ranks_of(self._service), namespace, run, run_parallel)
+                return await verifier.verify()
+        except (OpenClawError, RuntimeError) as error:
+            return Outcome(error, traceback.format_exception(error)), {}
 
     def _publisher(self, command: RunCell) -> Any:
         from openclaw_nb.engine.measure import Publisher

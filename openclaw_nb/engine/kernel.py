@@ -41,6 +41,9 @@ class WorkerKernel(IPythonParallelKernel):  # type: ignore[misc]
         super().__init__(**kwargs)
         self.shell_channel_thread = _NoSubshells()
         self.agent = Agent(self)
+        self._execute_sleep = (
+            0.0  # ipykernel's pause after each request, for output that the outbox carries here
+        )
 
     @property
     def _supports_kernel_subshells(self) -> bool:

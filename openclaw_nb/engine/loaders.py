@@ -11,6 +11,7 @@ are for.
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -172,7 +173,7 @@ class LoaderSplitter:
         if id(loader) not in self._inner:
             self._check(loader)
             batches = SlicedBatches(loader.batch_sampler, self._ranks.rank, self._ranks.size, id(loader))
-            self._inner[id(loader)] = (loader, batches, _twin(loader, batches, self._pinning))
+            self._inner[id(loader)] = (loader, batches, twin(loader, batches, pinning=self._pinning))
         _, batches, inner = self._inner[id(loader)]
         return batches, inner
 
@@ -191,8 +192,28 @@ class LoaderSplitter:
             )
 
 
-def _twin(loader: DataLoader[Any], batches: SlicedBatches, pinning: bool) -> DataLoader[Any]:
-    """Return a loader like ``loader`` that draws ``batches``."""
+class MergedBatches:
+    """A batch sampler that yields several batches of another one as one.
+
+    Parameters
+    ----------
+    batches : iterable of list of int
+        The other one.
+    count : int
+        How many.
+    """
+
+    def __init__(self, batches: Iterable[list[int]], count: int) -> None:
+        self._batches, self._count = batches, count
+
+    def __iter__(self) -> Iterator[list[int]]:
+        batches = iter(self._batches)
+        while group := list(itertools.islice(batches, self._count)):
+            yield [index for batch in group for index in batch]
+
+
+def twin(loader: DataLoader[Any], batches: Iterable[list[int]], *, pinning: bool) -> DataLoader[Any]:
+    """Return a loader like ``loader`` that draws ``batches``; it pins memory only if ``pinning`` allows it."""
     extra: dict[str, Any] = {}
     if loader.num_workers:
         extra = {

@@ -15,6 +15,8 @@ import sys
 import threading
 import time
 from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from IPython.core.displayhook import DisplayHook
@@ -69,6 +71,7 @@ class Outbox:
         self._lock = threading.RLock()
         self._owner = os.getpid()
         self._run_id = ""
+        self._muted = False
         self._entries: list[list[Any]] = []
         self._floods: dict[str, _Flood] = {}
         self._seq = 0
@@ -93,6 +96,16 @@ class Outbox:
             self._run_id = ""
             return self._seq, entries
 
+    @contextmanager
+    def muted(self) -> Iterator[None]:
+        """Drop what is shown in the ``with`` block."""
+        self._muted = True
+        try:
+            yield
+        finally:
+            self.drain()
+            self._muted = False
+
     def drain(self) -> None:
         """Take in what child processes and C code have written to the descriptors so far."""
         for reader in self._readers:
@@ -111,6 +124,8 @@ class Outbox:
             os.write(1 if name == "stdout" else 2, text.encode(errors="replace"))
             return len(text)
         with self._lock:
+            if self._muted:
+                return len(text)
             if not self._run_id:
                 # The engine's own log, or a thread that outlived its cell: it must not land in a later one.
                 self._log(text)
@@ -139,7 +154,7 @@ class Outbox:
     def add(self, *entry: Any) -> None:
         """Take a transcript entry such as ``("display", data, metadata, display_id, update)``."""
         with self._lock:
-            if self._run_id:
+            if self._run_id and not self._muted:
                 self._entries.append(list(entry))
         self._wake.set()
 
@@ -230,11 +245,18 @@ class OutboxResult(DisplayHook):
         self._is_active = False
 
 
+def _nothing() -> None:
+    pass
+
+
 def capture(outbox: Outbox, shell: Any) -> None:
     """Let everything that this process shows go through ``outbox``."""
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         stream.write = lambda text, name=name: outbox.write(name, text)
+        stream.flush = (
+            _nothing  # what is written is in the outbox; ipykernel flushes, and waits, after each request
+        )
         outbox.read_descriptors(stream, name)
     shell.display_pub = OutboxPublisher(parent=shell, shell=shell)  # type: ignore[no-untyped-call]
     shell.display_pub.outbox = outbox

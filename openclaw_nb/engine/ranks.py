@@ -13,7 +13,7 @@ import torch
 
 from openclaw_nb.engine.collectives import ReleasableGroup, signature
 from openclaw_nb.engine.mesh import MAX_BYTES, Mesh
-from openclaw_nb.engine.sums import Layout, SharedMemory, Sum, make_sums
+from openclaw_nb.engine.sums import BackendSum, Layout, SharedMemory, Sum, make_sums
 
 
 class Ranks:
@@ -30,12 +30,16 @@ class Ranks:
     def __init__(self, group: ReleasableGroup, memory: SharedMemory | None = None) -> None:
         self.group = group
         self._memory = memory
+        self.short_of_memory = False
         self.rank: int = group.rank()
         self.size: int = group.size()
 
     def make_sums(self, layouts: Sequence[Layout]) -> Sequence[Sum]:
         """Return what sums a flat tensor over the ranks, again and again, for each layout."""
-        return make_sums(self.group, self._memory, layouts)
+        sums = make_sums(self.group, self._memory, layouts)
+        on_cpu = all(layout.device.type == "cpu" for layout in layouts)
+        self.short_of_memory = self._memory is not None and on_cpu and isinstance(sums[0], BackendSum)
+        return sums
 
     def gather(self, vector: torch.Tensor) -> torch.Tensor:
         """Return the ranks' vectors as rows, shape [size, k] for vectors of k values."""

@@ -23,11 +23,11 @@ import struct
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-import psutil
 import torch
 from torch import Tensor
 
 from openclaw_nb.core.errors import MismatchError
+from openclaw_nb.core.host import available_memory_bytes
 from openclaw_nb.engine.collectives import PendingWork, ReleasableGroup, signature
 from openclaw_nb.engine.mesh import Mesh
 
@@ -182,7 +182,7 @@ class SharedMemory:
         return [[self._place(layout, start) for start in starts] for layout, starts in _starts(layouts)]
 
     def _grow(self, size: int) -> bool:
-        if size * self.mesh.size > _MEMORY_SHARE * psutil.virtual_memory().available:
+        if size * self.mesh.size > _MEMORY_SHARE * available_memory_bytes():
             return False
         try:  # written to now, the memory is either there or an error; later it would be a signal
             os.posix_fallocate(self._files[self.mesh.rank], 0, size)

@@ -37,6 +37,7 @@ class CellRequest:
     execution_count: int = 0
     targets: Sequence[int] | None = None
     strategy: StrategySpec | None = None
+    verify_steps: int = 0
 
 
 def run_cell(
@@ -115,6 +116,7 @@ def _begin(master: MasterNode, request: CellRequest, output: LiveOutput) -> Cell
             targets=request.targets,
             strategy=request.strategy,
             execution_count=request.execution_count,
+            verify_steps=request.verify_steps,
             on_wait=on_wait,
         )
     except BaseException:

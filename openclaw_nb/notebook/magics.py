@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from IPython.core.magic import Magics, line_cell_magic, line_magic, magics_class
 
-from openclaw_nb.core.errors import OpenClawError, UsageError
+from openclaw_nb.core.errors import NotVerifiedError, OpenClawError, UsageError
 from openclaw_nb.notebook import options
 from openclaw_nb.notebook.auto import auto_of
 from openclaw_nb.notebook.complete import MATCHER, LiveNames, matcher
@@ -31,6 +31,10 @@ class OpenClawMagics(Magics):
     """``%openclaw`` and ``%%openclaw_parallel``."""
 
     shell: Any
+
+    def __init__(self, shell: Any) -> None:
+        super().__init__(shell)
+        self._cells: dict[int, Any] = {}
 
     @line_magic
     def openclaw(self, line: str) -> Any:
@@ -70,17 +74,32 @@ class OpenClawMagics(Magics):
         targets = None
         if given.targets is not None:
             targets = resolve_targets(given.targets, cellrun.places_of(master))
+        number = source.cell_number(self.shell)
         request = cellrun.CellRequest(
             source=source.checked(self.shell, line, cell),
-            execution_count=source.cell_number(self.shell),
+            execution_count=number,
             targets=targets,
             strategy=given.strategy,
         )
+        if given.strategy is not None:
+            self._cells[number] = request
+        if given.verify_steps:
+            self._verify_first(master, request, given.verify_steps)
         try:
             cellrun.run_cell(master, request, self._sink(), tell=_tell, notebook=self.shell.user_ns)
         finally:
             if given.strategy is not None and self._in_notebook:
                 _show_figure(context.session.monitor, master)
+
+    def _verify_first(self, master: MasterNode, request: Any, num_steps: int) -> None:
+        from IPython.display import display
+
+        from openclaw_nb.notebook.verify import verify
+
+        certificate = verify(master, request, num_steps, self.shell.user_ns)
+        display(certificate)
+        if not certificate.passed:
+            raise NotVerifiedError(f"{certificate.verdict} The cell was not run, and nothing was changed.")
 
     @property
     def _in_notebook(self) -> bool:
@@ -90,7 +109,7 @@ class OpenClawMagics(Magics):
         from openclaw_nb.notebook.verbs import Context
         from openclaw_nb.session import current_session
 
-        return Context(current_session(), self.shell, self._in_notebook)
+        return Context(current_session(), self.shell, self._in_notebook, self._cells)
 
     def _sink(self) -> Any:
         from openclaw_nb.notebook.live import NotebookSink, TextSink

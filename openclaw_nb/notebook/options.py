@@ -154,6 +154,7 @@ _TARGETS = Argument(
     {"metavar": "WHERE"},
 )
 _FLAG: Mapping[str, Any] = {"action": "store_true"}
+_NAME: Mapping[str, Any] = {"metavar": "NAME"}
 
 VERBS: dict[str, Command] = {
     verb: Command(f"%openclaw {verb}", summary, arguments)
@@ -186,6 +187,23 @@ VERBS: dict[str, Command] = {
         ("status", "Show the workers, their devices and what runs on them.", ()),
         ("devices", "Show what this machine can run workers on.", ()),
         ("panel", "Show the live panel.", ()),
+        (
+            "verify",
+            "Try a cell's first steps on one device and under its strategy, and compare; nothing is changed.",
+            (
+                Argument(("-s", "--strategy"), "another strategy than the cell's", "strategy", _NAME),
+                Argument(
+                    ("--steps",),
+                    "how many steps (5)",
+                    settings={"type": _count, "metavar": "K", "default": 5},
+                ),
+                Argument(
+                    ("--cell",),
+                    "the number of the cell; the last strategy cell when not given",
+                    settings={"type": _count, "metavar": "N"},
+                ),
+            ),
+        ),
         ("plot", "Show the figures of the last strategy cell, and return them.", ()),
         (
             "auto",
@@ -262,8 +280,6 @@ def asks_for_help(words: Sequence[str]) -> bool:
 
 # --------------------------------------------------------------------------------------------- the cell magic
 
-_NAME: Mapping[str, Any] = {"metavar": "NAME"}
-
 CELL = Command(
     "%%openclaw_parallel",
     "Run the cell on the workers: as it stands on every rank, or under a strategy.",
@@ -314,6 +330,11 @@ CELL = Command(
             "how the loss combines samples (auto: found from the loss)",
             ("auto", "mean", "sum"),
         ),
+        Argument(
+            ("--verify",),
+            "first verify K steps against a single device, and run the cell only if they are equal",
+            settings={"type": _count, "metavar": "K"},
+        ),
         Argument(("--no-sync-batchnorm",), "let BatchNorm take each rank's own statistics", "", _FLAG),
     ),
 )
@@ -325,10 +346,14 @@ _OPTIONS = {"data_parallel": ("sync_frequency", "mode", "accumulate", "fusion_bu
 
 @dataclass(frozen=True)
 class CellOptions:
-    """What the first line of a cell asks for; ``targets`` as written, or None for all ranks."""
+    """What the first line of a cell asks for.
+
+    ``targets`` as written, or None for all ranks; ``verify_steps`` how many are verified before it runs.
+    """
 
     strategy: StrategySpec | None = None
     targets: str | None = None
+    verify_steps: int = 0
 
 
 def parse_cell(words: Sequence[str]) -> CellOptions:
@@ -361,7 +386,7 @@ def parse_cell(words: Sequence[str]) -> CellOptions:
         reduction=given.reduction or "auto",
         sync_batchnorm=not given.no_sync_batchnorm,
     )
-    return CellOptions(strategy=spec, targets=given.targets)
+    return CellOptions(strategy=spec, targets=given.targets, verify_steps=given.verify or 0)
 
 
 def _refuse_without_strategy(given: argparse.Namespace) -> None:

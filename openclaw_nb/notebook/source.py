@@ -39,18 +39,33 @@ def checked(shell: Any, line: str, cell: str) -> str:
         If it cannot be compiled; shown as IPython shows a syntax error.
     """
     source = at_its_lines(cell, line, _num_lines_above(shell, cell))
+    if _compiles(
+        source, "<cell>"
+    ):  # plain Python, as most cells are, needs none of IPython's transformations
+        return source
     try:
         with auto_of(shell).paused():
             transformed = shell.transform_cell(source)
-        name = shell.compile.cache(transformed, cell_number(shell), raw_code=source)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # the workers show them
-            compile(transformed, name, "exec", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT, dont_inherit=True)
+        _compile(transformed, shell.compile.cache(transformed, cell_number(shell), raw_code=source))
     except SyntaxError as error:
         lines = shell.SyntaxTB.structured_traceback(type(error), error, [])
         message = f"{error.msg} (line {error.lineno}). Nothing ran on the workers."
         raise drawn(CellSyntaxError(message), lines) from None
     return source
+
+
+def _compiles(source: str, name: str) -> bool:
+    try:
+        _compile(source, name)
+    except (SyntaxError, ValueError):  # a null byte is a ValueError
+        return False
+    return True
+
+
+def _compile(source: str, name: str) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the workers show them
+        compile(source, name, "exec", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT, dont_inherit=True)
 
 
 def cell_number(shell: Any) -> int:

@@ -8,18 +8,20 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from openclaw_nb.core.errors import UsageError
 from openclaw_nb.notebook import transfer
-from openclaw_nb.notebook.cellrun import places_of
+from openclaw_nb.notebook.cellrun import CellRequest, places_of
 from openclaw_nb.notebook.progress import ProgressBar
 from openclaw_nb.notebook.tables import Message, Table, cluster_table, device_table, status_table
 from openclaw_nb.notebook.targets import resolve_targets
 from openclaw_nb.session import OpenClawCluster, Session
+from openclaw_nb.strategies import STRATEGIES, canonical_strategy
 
 if TYPE_CHECKING:
+    from openclaw_nb.notebook.certificate import Certificate
     from openclaw_nb.notebook.figures import RunFigures
 
 _LATE_SECONDS = 0.5
@@ -27,11 +29,12 @@ _LATE_SECONDS = 0.5
 
 @dataclass(frozen=True)
 class Context:
-    """What verbs act on: the session, and the notebook's shell and kind."""
+    """What verbs act on: the session, the notebook's shell and kind, and its strategy cells by number."""
 
     session: Session
     shell: Any
     in_notebook: bool
+    cells: Mapping[int, CellRequest] = field(default_factory=dict)
 
     @property
     def namespace(self) -> dict[str, Any]:
@@ -75,6 +78,28 @@ def _panel(context: Context, options: argparse.Namespace) -> Any:
 
     cluster = context.session.cluster
     return Panel(cluster.master if cluster is not None else None, context.session.monitor)
+
+
+def _verify(context: Context, options: argparse.Namespace) -> Certificate:
+    from openclaw_nb.notebook.verify import verify
+
+    request = _cell_to_verify(context.cells, options.cell)
+    if options.strategy is not None:
+        name = canonical_strategy(options.strategy)
+        if request.strategy is None or request.strategy.name != name:
+            request = replace(request, strategy=STRATEGIES[name]().spec())
+    return verify(context.session.master, request, options.steps, context.shell.user_ns)
+
+
+def _cell_to_verify(cells: Mapping[int, CellRequest], number: int | None) -> CellRequest:
+    if not cells:
+        raise UsageError(
+            "No cell has run under a strategy yet. Run one first, or put --verify K on the cell's first line."
+        )
+    if number is not None and number not in cells:
+        listed = ", ".join(map(str, sorted(cells)))
+        raise UsageError(f"Cell {number} has not run under a strategy. Those that have: {listed}.")
+    return cells[max(cells) if number is None else number]
 
 
 def _plot(context: Context, options: argparse.Namespace) -> RunFigures:
@@ -160,6 +185,7 @@ HANDLERS: dict[str, Callable[[Context, argparse.Namespace], Any]] = {
     "status": _status,
     "devices": _devices,
     "panel": _panel,
+    "verify": _verify,
     "plot": _plot,
     "auto": _auto,
     "stop": _stop,

@@ -54,7 +54,10 @@ class FormGroup:
 
 @dataclass(frozen=True, kw_only=True)
 class RunCell:
-    """Run one cell's source on this worker."""
+    """Run one cell's source on this worker.
+
+    With ``verify_steps``, its first steps are only tried, on a single device and under the strategy, and compared.
+    """
 
     run_id: str
     epoch: int
@@ -62,6 +65,7 @@ class RunCell:
     execution_count: int
     strategy: StrategySpec | None = None
     compare_names: bool = False
+    verify_steps: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -239,6 +239,7 @@ def test_plot_returns_the_figures_of_the_last_strategy_cell(notebook: Notebook) 
     assert "Nothing was measured yet" in notebook.run("%openclaw plot").error
     notebook.good("""%%openclaw_parallel
 import torch
+torch.manual_seed(0)
 model = torch.nn.Linear(4, 2)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 data = torch.utils.data.TensorDataset(torch.randn(64, 4), torch.randn(64, 2))
@@ -254,6 +255,28 @@ for x, y in loader:
     assert notebook.value("[f.layout.title.text for f in figures]") == (
         "['samples/s', 'loss', 'what time went to']"
     )
+
+
+def test_verify_shows_a_certificate(notebook: Notebook) -> None:
+    ran = notebook.good("certificate = %openclaw verify --steps 3\ncertificate")
+    assert ran.text.startswith("PASSED: 3 steps of data_parallel on 2 workers equal single-device training")
+    assert "text/html" in ran.outputs[0]["data"]
+    assert "Cell 999 has not run under a strategy" in notebook.run("%openclaw verify --cell 999").error
+
+
+def test_a_cell_that_is_verified_first(notebook: Notebook) -> None:
+    cell = (
+        "%%openclaw_parallel -s data_parallel --verify 2\n{}for x, y in loader:\n    optimizer.zero_grad()\n"
+    )
+    cell += "    loss = torch.nn.functional.mse_loss(model(x), y); loss.backward(); optimizer.step()\n"
+    assert "PASSED" in notebook.good(cell.format("")).text
+    notebook.good(
+        "%%openclaw_parallel\nif rank == 1: data.tensors[0].add_(1)\nbefore = model.weight.detach().clone()"
+    )
+    ran = notebook.run(cell.format(""))
+    assert "NotVerifiedError: FAILED" in ran.error
+    assert "was not run" in ran.error
+    assert notebook.value("%%openclaw_parallel\nbool((before == model.weight).all())") == "[ranks 0-1]\nTrue"
 
 
 # ---------------------------------------------------------------------------------------------------- errors

@@ -39,7 +39,7 @@ WIRE = {
     "FormGroup": (
         "epoch rank world_size store_host store_port backend timeout_seconds directory search_path"
     ),
-    "RunCell": "run_id epoch source execution_count strategy= compare_names=",
+    "RunCell": "run_id epoch source execution_count strategy= compare_names= verify_steps=",
     "SendVariables": "names path",
     "ReceiveVariables": "path",
     "DescribeVariables": "names",

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from openclaw_nb import __version__, cli
-from openclaw_nb.cluster.devices import usable_cores
 from openclaw_nb.cluster.files import ClusterFiles
+from openclaw_nb.core.host import usable_cores
 
 
 @pytest.fixture

@@ -20,6 +20,11 @@ _LOCAL = (
 )
 
 
+_SHORT = (
+    "memory is short: gradients are summed by the process group, not through shared memory, which is slower"
+)
+
+
 class DataParallel(Strategy):
     """Slices batches and averages gradients, in place: the model stays the user's object.
 
@@ -68,6 +73,8 @@ class DataParallel(Strategy):
             pinning=bool(spec.options.get("memory_pinning", True)),
         )
         self._tell_short_passes(objects, options)
+        if ranks.short_of_memory:
+            self.context.notes.append(_SHORT)
         if local:
             self.context.notes.append(_LOCAL)
         else:

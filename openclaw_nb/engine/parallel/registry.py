@@ -17,6 +17,19 @@ from openclaw_nb.protocol.messages import StrategySpec
 STRATEGIES: dict[str, type[Strategy]] = {"data_parallel": DataParallel}
 
 
+def ranks_of(group: GroupService) -> Ranks:
+    """Return the ranks of the worker's group.
+
+    Raises
+    ------
+    GroupError
+        When it is in none.
+    """
+    if group.internal is None:
+        raise GroupError("The worker is in no group. Run %openclaw reset to form one.")
+    return Ranks(group.internal, group.memory)
+
+
 @contextmanager
 def strategy_context(
     spec: StrategySpec,
@@ -46,11 +59,9 @@ def strategy_context(
     strategy_class = STRATEGIES.get(spec.name)
     if strategy_class is None:
         raise unknown_name("strategy", spec.name, STRATEGIES)
-    if group.internal is None:
-        raise GroupError("The worker is in no group. Run %openclaw reset to form one.")
     notes: list[str] = []
     report["notes"] = notes
-    context = CellContext(Ranks(group.internal, group.memory), spec, source, namespace, publisher, notes)
+    context = CellContext(ranks_of(group), spec, source, namespace, publisher, notes)
     strategy = strategy_class(context)
     try:
         strategy.enter()

@@ -15,6 +15,7 @@ import pytest
 from openclaw_nb.cluster import devices
 from openclaw_nb.cluster.devices import Device, DeviceReader, DeviceReading, choose_devices
 from openclaw_nb.core.errors import ResourceError, UnknownNameError, UsageError
+from openclaw_nb.core.host import total_memory_bytes, usable_cores
 
 Start = Callable[[str], int]
 GIB = 1024**3
@@ -127,70 +128,10 @@ def test_threads_never_exceed_the_cores(workers: int, cores: int, threads: int) 
     assert devices.threads_per_worker(workers, cores) == threads
 
 
-# ------------------------------------------------------------------------------------- cores, memory, limits
-
-
-def write(root: Path, files: dict[str, str]) -> Path:
-    for name, content in files.items():
-        (root / name).parent.mkdir(parents=True, exist_ok=True)
-        (root / name).write_text(content)
-    return root
-
-
-def test_cores_and_memory_without_container_are_those_of_the_process(tmp_path: Path) -> None:
-    assert devices.usable_cores(tmp_path) == len(os.sched_getaffinity(0))
-    assert devices.total_memory_bytes(tmp_path) == psutil.virtual_memory().total
-
-
 def test_list_has_a_device_for_each_usable_core() -> None:
     cores = [device for device in devices.list_devices() if device.kind == "cpu"]
-    assert [c.id for c in cores] == [f"CPU-{k}" for k in range(devices.usable_cores())]
+    assert [c.id for c in cores] == [f"CPU-{k}" for k in range(usable_cores())]
     assert all(core.name for core in cores)
-
-
-@pytest.mark.parametrize("quota", ["150000 100000", "50000 100000", "100000 100000"])
-def test_cpu_quota_counts_whole_cores_and_at_least_one(tmp_path: Path, quota: str) -> None:
-    v2 = write(tmp_path / "v2", {"proc/self/cgroup": "0::/a/b\n", "sys/fs/cgroup/a/cpu.max": quota})
-    assert devices.usable_cores(v2) == 1
-    microseconds, period = quota.split()
-    v1 = {
-        "proc/self/cgroup": "3:cpuset:/\n2:cpu,cpuacct:/docker/x\n1:memory:/m\n0::/\n",
-        "sys/fs/cgroup/cpu/cpu.cfs_quota_us": microseconds + "\n",
-        "sys/fs/cgroup/cpu/cpu.cfs_period_us": period + "\n",
-    }
-    assert devices.usable_cores(write(tmp_path / "v1", v1)) == 1
-
-
-@pytest.mark.parametrize("quota", ["max 100000", "6400000 100000"])
-def test_a_wide_quota_leaves_the_affinity(tmp_path: Path, quota: str) -> None:
-    write(tmp_path, {"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/cpu.max": quota})
-    assert devices.usable_cores(tmp_path) == len(os.sched_getaffinity(0))
-
-
-def test_memory_is_bounded_by_the_tightest_level_without_droppable_pages(tmp_path: Path) -> None:
-    v2 = {
-        "proc/self/cgroup": "0::/pod/box\n",
-        "sys/fs/cgroup/pod/memory.max": str(300 * 2**20),
-        "sys/fs/cgroup/pod/memory.current": str(100 * 2**20),
-        "sys/fs/cgroup/pod/memory.stat": f"anon 1\ninactive_file {30 * 2**20}\n",
-        "sys/fs/cgroup/pod/box/memory.max": "max\n",
-        "sys/fs/cgroup/pod/box/memory.current": "5\n",
-    }
-    write(tmp_path, v2)
-    assert devices.available_memory_bytes(tmp_path) == 230 * 2**20
-    assert devices.total_memory_bytes(tmp_path) == 300 * 2**20
-
-
-def test_memory_limit_of_version_1_where_the_path_is_the_hosts(tmp_path: Path) -> None:
-    v1 = {
-        "proc/self/cgroup": "4:memory:/docker/not-here\n",
-        "sys/fs/cgroup/memory/memory.limit_in_bytes": str(200 * 2**20),
-        "sys/fs/cgroup/memory/memory.usage_in_bytes": str(250 * 2**20),
-        "sys/fs/cgroup/memory/memory.stat": "inactive_file 7\ntotal_inactive_file 0\n",
-    }
-    write(tmp_path, v1)
-    assert devices.total_memory_bytes(tmp_path) == 200 * 2**20
-    assert devices.available_memory_bytes(tmp_path) == 0
 
 
 # ------------------------------------------------------------------------------------------------------ GPUs
@@ -372,7 +313,7 @@ print("up", flush=True); time.sleep(60)
     assert reading.memory_used_bytes is not None
     # 120 MiB in both, 60 MiB in the child alone; the interpreters take some 15 MiB. Counted twice: over 300.
     assert 180 * 2**20 < reading.memory_used_bytes < 230 * 2**20
-    assert reading.memory_total_bytes == devices.total_memory_bytes()
+    assert reading.memory_total_bytes == total_memory_bytes()
 
 
 def test_a_process_that_ended_has_no_readings() -> None:

@@ -1,0 +1,305 @@
+"""The first steps of a cell, once on a single device and once under its strategy, and what differs.
+
+    state taken ─> rank 0 alone: the plain cell, and again in float64 ─> state put back
+                ─> all ranks: the cell under its strategy ─> state put back ─> certificate
+
+The cell runs up to the K-th optimizer step. What it shows is dropped, what it changes is put back; files that it
+writes stay written. Dropout is switched off in all runs, as ranks drop other units than a single device does.
+
+Knows strategies, records and snapshots; does not know how a certificate is drawn.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+from collections.abc import Awaitable, Callable, Iterator, Mapping, MutableMapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from openclaw_nb.core.errors import RefusedError
+from openclaw_nb.engine import batchnorm
+from openclaw_nb.engine.cell import Outcome
+from openclaw_nb.engine.common import make_common
+from openclaw_nb.engine.compare import certificate
+from openclaw_nb.engine.loaders import MergedBatches, twin
+from openclaw_nb.engine.loss import map_tensors
+from openclaw_nb.engine.names import cell_names
+from openclaw_nb.engine.objects import Objects, find_objects
+from openclaw_nb.engine.ranks import Ranks
+from openclaw_nb.engine.records import Step, StepRecorder, StepsDone
+from openclaw_nb.engine.snapshot import Snapshot, modules_in
+from openclaw_nb.protocol.messages import StrategySpec
+
+Run = Callable[[contextlib.AbstractContextManager[None]], Awaitable[Outcome]]
+"""Runs the cell with the context entered last, just around the cell's own code."""
+
+
+@dataclass(frozen=True)
+class Trial:
+    """What is tried: the cell, its strategy, and for how many steps."""
+
+    source: str
+    spec: StrategySpec
+    num_steps: int
+
+
+class Verifier:
+    """Runs a cell both ways.
+
+    Parameters
+    ----------
+    trial : Trial
+        What is tried.
+    ranks : Ranks
+        The ranks.
+    namespace : mutable mapping
+        The worker's variables.
+    run : callable
+        Runs the cell as it stands.
+    run_parallel : callable
+        Runs it under its strategy.
+    """
+
+    def __init__(
+        self, trial: Trial, ranks: Ranks, namespace: MutableMapping[str, Any], run: Run, run_parallel: Run
+    ) -> None:
+        self._trial, self._ranks, self._namespace = trial, ranks, namespace
+        self._run, self._run_parallel = run, run_parallel
+        spec = trial.spec
+        self._objects: Objects = find_objects(
+            trial.source, namespace, model=spec.model, optimizer=spec.optimizer, loader=spec.loader
+        )
+        self._batches_per_step = _batches_per_step(spec, self._objects)
+        self._drops = any(True for _ in _dropouts(namespace))
+
+    async def verify(self) -> tuple[Outcome, dict[str, Any]]:
+        """Run the cell both ways and put everything back.
+
+        Returns
+        -------
+        outcome : Outcome
+            Without an error when both have made steps.
+        report : dict
+            ``certificate``, on rank 0; see `compare.certificate`.
+        """
+        snapshot = Snapshot(self._namespace, set(cell_names(self._trial.source).loads))
+        try:
+            make_common(self._ranks, self._objects)
+            with _without_dropout(self._namespace):
+                return await self._both(snapshot)
+        finally:
+            snapshot.restore()
+
+    async def _both(self, snapshot: Snapshot) -> tuple[Outcome, dict[str, Any]]:
+        single: list[Step] = []
+        exact: list[Step] | None = None
+        problem = ""
+        if self._ranks.rank == 0:
+            start = Snapshot(self._namespace, set())
+            outcome, single = await self._record(self._run, merged=True)
+            start.restore()
+            problem = _problem(outcome, single)
+            if not problem:
+                with _in_double(self._namespace, self._objects):
+                    outcome, exact = await self._record(self._run, merged=True)
+                start.restore()
+                exact = None if _problem(outcome, exact) or len(exact) != len(single) else exact
+        problem = self._ranks.broadcast(problem)
+        if problem:
+            raise RefusedError(f"The cell cannot be verified: on a single device {problem}")
+        outcome, parallel = await self._record(self._run_parallel, merged=False)
+        if outcome.error is not None and not isinstance(outcome.error, StepsDone):
+            return outcome, {}
+        rows = self._ranks.gather_bytes(_digests(parallel, self._trial.num_steps))
+        report = self._certificate(parallel, single, exact, rows) if self._ranks.rank == 0 else {}
+        return Outcome(None, []), report
+
+    async def _record(self, run: Run, *, merged: bool) -> tuple[Outcome, list[Step]]:
+        recorder = StepRecorder(self._objects.models, self._trial.num_steps)
+        with _merged_loaders(self._batches_per_step if merged else 1):
+            outcome = await run(recorder.recording())
+        return outcome, recorder.steps
+
+    def _certificate(
+        self, parallel: list[Step], single: list[Step], exact: list[Step] | None, rows: list[bytes]
+    ) -> dict[str, Any]:
+        count = min(len(parallel), len(single))
+        if not count:
+            raise RefusedError(
+                "The cell makes no optimizer step under the strategy: there is nothing to verify."
+            )
+        parameter = next(p for model in self._objects.models.values() for p in model.parameters())
+        loader = next(iter(self._objects.loaders.values()), None)
+        found = certificate(
+            parallel[:count],
+            single[:count],
+            None if exact is None else exact[:count],
+            dtype=parameter.dtype,
+            num_samples=self._batches_per_step * ((loader.batch_size if loader is not None else None) or 1),
+            with_loss=self._batches_per_step == 1,
+        )
+        found["strategy"] = self._trial.spec.name
+        found["num_ranks"] = self._ranks.size
+        found["parted"] = _first(found["parted"], _apart(rows, count))
+        found["notes"] = self._notes(len(parallel), len(single))
+        return {"certificate": found}
+
+    def _notes(self, num_parallel: int, num_single: int) -> list[str]:
+        notes = []
+        if self._drops:
+            notes.append("dropout was switched off")
+        if self._batches_per_step > 1:
+            notes.append(
+                f"compared with single-device steps of {self._batches_per_step} batches at once; the loss after each "
+                "batch has no counterpart there"
+            )
+        if num_parallel != num_single:
+            notes.append(f"{num_single} steps on a single device, {num_parallel} under the strategy")
+        if min(num_parallel, num_single) < self._trial.num_steps:
+            notes.append("the cell has no more steps")
+        return notes
+
+
+def _batches_per_step(spec: StrategySpec, objects: Objects) -> int:
+    if spec.options.get("mode") == "parameter":
+        raise RefusedError(
+            "Local steps (--mode parameter) are another method than single-device training: there is nothing to equal."
+        )
+    count = int(spec.options.get("sync_frequency", 1)) * int(spec.options.get("accumulate", 1))
+    if count > 1 and any(batchnorm.count_batchnorms(model) for model in objects.models.values()):
+        raise RefusedError(
+            "With several batches a step, BatchNorm layers normalise each batch by itself, and no single-device batch "
+            "of that size does. Verify with --sync-frequency 1."
+        )
+    return count
+
+
+def _problem(outcome: Outcome, steps: list[Step]) -> str:
+    if outcome.error is not None and not isinstance(outcome.error, StepsDone):
+        return f"it raised {type(outcome.error).__name__}: {outcome.error}"
+    return "" if steps else "it made no optimizer step."
+
+
+def _digests(steps: list[Step], num_steps: int) -> bytes:
+    """Return 16 bytes a step that tell the state after it; of steps that were not made, zeros."""
+    found = []
+    for step in steps[:num_steps]:
+        digest = hashlib.blake2b(digest_size=16)
+        for name, tensor in sorted(step.state.items()):
+            digest.update(name.encode())
+            digest.update(tensor.numpy().tobytes())
+        found.append(digest.digest())
+    return b"".join(found).ljust(16 * num_steps, b"\0")
+
+
+def _apart(rows: list[bytes], count: int) -> dict[str, Any] | None:
+    """Return the first step after which a rank has another state than rank 0."""
+    for step in range(count):
+        parts = [row[16 * step : 16 * step + 16] for row in rows]
+        different = [rank for rank, part in enumerate(parts) if part != parts[0]]
+        if different:
+            return {
+                "step": step + 1,
+                "kind": "ranks",
+                "name": f"rank {different[0]}",
+                "difference": None,
+                "limit": 0.0,
+            }
+    return None
+
+
+def _first(one: dict[str, Any] | None, other: dict[str, Any] | None) -> dict[str, Any] | None:
+    both = [each for each in (one, other) if each is not None]
+    return min(both, key=lambda each: int(each["step"])) if both else None
+
+
+# ------------------------------------------------------------------------------------- how the cell is run
+
+
+@contextlib.contextmanager
+def _without_dropout(namespace: Mapping[str, Any]) -> Iterator[None]:
+    found = list(_dropouts(namespace))
+    for module, name, _ in found:
+        setattr(module, name, 0.0)
+    try:
+        yield
+    finally:
+        for module, name, probability in found:
+            setattr(module, name, probability)
+
+
+def _dropouts(namespace: Mapping[str, Any]) -> Iterator[tuple[nn.Module, str, float]]:
+    for root in modules_in(namespace):
+        for module in root.modules():
+            for name in ("p", "dropout"):
+                value = getattr(module, name, None)
+                known = isinstance(module, nn.modules.dropout._DropoutNd | nn.MultiheadAttention | nn.RNNBase)
+                if known and isinstance(value, float) and value > 0.0:
+                    yield module, name, value
+
+
+@contextlib.contextmanager
+def _in_double(namespace: Mapping[str, Any], objects: Objects) -> Iterator[None]:
+    """Let the models compute in float64; their own tensors are put aside for the time of the block."""
+    aside: list[tuple[Tensor, Tensor]] = []
+    for module in modules_in(namespace):
+        for tensor in (*module.parameters(), *module.buffers()):
+            if tensor.is_floating_point() and tensor.dtype != torch.float64:
+                aside.append((tensor, tensor.data))
+                tensor.grad = None
+                tensor.data = tensor.data.double()
+    for optimizer in objects.optimizers.values():
+        for state in optimizer.state.values():
+            for name, value in state.items():
+                if isinstance(value, Tensor) and value.is_floating_point() and name != "step":
+                    state[name] = value.double()
+    hooks = [
+        model.register_forward_pre_hook(_cast, with_kwargs=True, prepend=True)
+        for model in objects.models.values()
+    ]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+        for tensor, data in aside:
+            tensor.grad = None
+            tensor.data = data
+
+
+def _cast(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    def double(tensor: Tensor) -> Tensor:
+        return tensor.double() if tensor.is_floating_point() else tensor
+
+    return map_tensors(double, args), map_tensors(double, kwargs)
+
+
+@contextlib.contextmanager
+def _merged_loaders(count: int) -> Iterator[None]:
+    """Let each loader give ``count`` of its batches at once."""
+    if count == 1:
+        yield
+        return
+    plain = DataLoader.__iter__
+    inside = False
+
+    def iterate(loader: DataLoader[Any]) -> Any:
+        nonlocal inside
+        if inside or loader.batch_sampler is None or not torch.is_grad_enabled():
+            return plain(loader)
+        inside = True
+        try:
+            return plain(twin(loader, MergedBatches(loader.batch_sampler, count), pinning=True))
+        finally:
+            inside = False
+
+    DataLoader.__iter__ = iterate  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        DataLoader.__iter__ = plain  # type: ignore[method-assign]

@@ -1,0 +1,178 @@
+"""Certificates of cells that are right, and of cells that were made wrong on purpose."""
+
+from __future__ import annotations
+
+import textwrap
+from typing import Any
+
+import pytest
+
+from openclaw_nb.notebook.certificate import Certificate
+from openclaw_nb.protocol.messages import StrategySpec
+
+from .conftest import Lab
+from .test_data_parallel import CNN, LOOP, SETUP, TRANSFORMER, refusal
+
+pytestmark = pytest.mark.cluster
+
+NUM_RANKS = 2
+
+
+def verify(lab: Lab, setup: str, loop: str = LOOP, num_steps: int = 4, **fields: Any) -> Certificate:
+    """Build the objects and verify the loop; what it may change must be as before."""
+    lab.good(textwrap.dedent(setup), targets=range(NUM_RANKS))
+    look = "random_before = torch.get_rng_state(), sorted(k for k in globals() if not k.startswith('_'))\n"
+    lab.good(
+        "before = [t.clone() for t in model.state_dict().values()]\n" + 2 * look, targets=range(NUM_RANKS)
+    )
+    result = lab.master.run_cell(
+        textwrap.dedent(loop),
+        strategy=StrategySpec(name="data_parallel", **fields),
+        targets=range(NUM_RANKS),
+        verify_steps=num_steps,
+    ).wait(60)
+    assert result is not None
+    assert result.ok, [f"{f.error_type}: {f.message}" for f in result.failures.values()]
+    lab.good(
+        "assert all(torch.equal(a, b) for a, b in zip(before, model.state_dict().values()))\n"
+        "assert torch.equal(random_before[0], torch.get_rng_state())\n"
+        "assert random_before[1] == sorted(k for k in globals() if not k.startswith('_')), random_before[1]\n"
+        "assert not optimizer.state and all(p.grad is None for p in model.parameters())\n"
+        "assert model.training and not model._forward_pre_hooks\n",
+        targets=range(NUM_RANKS),
+    )
+    assert not any(value.get("entries") for value in result.values.values())
+    return Certificate(result.values[0]["certificate"])
+
+
+@pytest.mark.parametrize("setup", [SETUP, CNN, TRANSFORMER], ids=["mlp", "cnn-batchnorm", "transformer-tied"])
+def test_a_right_cell_passes(lab: Lab, setup: str) -> None:
+    certificate = verify(lab, setup)
+    assert certificate.passed, certificate
+    assert len(certificate.rows) == 4
+    for row in certificate.rows:
+        assert max(row["loss"], row["state"]) < 1e-5
+        # A bias before a BatchNorm has no gradient but rounding.
+        assert row["gradient"] < (1e-2 if setup is CNN else 1e-5)
+    assert "float64" in certificate.reason
+
+
+def test_a_wrong_weight_fails(lab: Lab) -> None:
+    """Uneven slices weighted as if they were even: a batch of 17 has 8 and 9 samples."""
+    plant = "from openclaw_nb.engine.steps import StepEngine\nkept = StepEngine._weight_of\n"
+    plant += "StepEngine._weight_of = lambda self, kind: 1.0\n"
+    try:
+        certificate = verify(lab, SETUP.replace("batch_size=32", "batch_size=17") + plant)
+    finally:
+        lab.good(
+            "from openclaw_nb.engine.steps import StepEngine\nStepEngine._weight_of = kept",
+            targets=range(NUM_RANKS),
+        )
+    assert not certificate.passed
+    assert certificate.parted is not None
+    assert (certificate.parted["step"], certificate.parted["kind"]) == (1, "gradient")
+
+
+@pytest.mark.parametrize(
+    ("fault", "kind"),
+    [
+        # Each is planted under the strategy alone: the single-device run on rank 0 does not see it.
+        (
+            "reducer.set_gradients = lambda self: (kept(self), [p.grad.mul_(2) for p in self.parameters])",
+            "gradient",
+        ),
+        ("reducer.set_gradients = lambda self: (kept(self), self.parameters[0].grad.zero_())", "gradient"),
+        (
+            "reducer.set_gradients = lambda self: (kept(self), self.parameters[2].grad.mul_(1.001))",
+            "gradient",
+        ),
+        ("reducer.set_gradients = lambda self: (kept(self), self.parameters[1].grad.add_(rank))", "ranks"),
+    ],
+    ids=["twice the gradient", "a skipped parameter", "a thousandth too much", "a rank of its own"],
+)
+def test_planted_faults_in_the_gradients_fail(lab: Lab, fault: str, kind: str) -> None:
+    plant = (
+        "from openclaw_nb.engine.reducer import GradientReducer as reducer\nkept = reducer.set_gradients\n"
+    )
+    try:
+        certificate = verify(lab, SETUP + plant + fault + "\n")
+    finally:
+        lab.good("reducer.set_gradients = kept", targets=range(NUM_RANKS))
+    assert certificate.parted is not None
+    assert certificate.parted["kind"] == kind
+    assert certificate.parted["step"] == 1
+    assert repr(certificate).startswith("FAILED")
+
+
+def test_a_rank_with_other_data_fails(lab: Lab) -> None:
+    certificate = verify(lab, SETUP + "if rank == 1: loader.dataset.tensors[0].add_(0.01)\n")
+    assert certificate.parted is not None
+    assert certificate.parted["step"] == 1
+
+
+def test_buffers_that_are_not_synchronised_fail(lab: Lab) -> None:
+    certificate = verify(lab, CNN, sync_batchnorm=False)
+    assert not certificate.passed
+
+
+def test_several_batches_a_step_equal_a_larger_batch(lab: Lab) -> None:
+    certificate = verify(lab, SETUP, options={"sync_frequency": 3})
+    assert certificate.passed, certificate
+    assert any("3 batches at once" in note for note in certificate.notes)
+
+
+def test_dropout_is_switched_off_and_said(lab: Lab) -> None:
+    certificate = verify(lab, SETUP.replace("nn.Tanh()", "nn.Dropout(0.5), nn.Tanh()"))
+    assert certificate.passed, certificate
+    assert "dropout was switched off" in certificate.notes
+    lab.good("assert model[1].p == 0.5", targets=range(NUM_RANKS))
+
+
+def test_own_state_is_put_back(lab: Lab) -> None:
+    """Lists, counters and objects of the cell's own classes are as they were."""
+    setup = SETUP + textwrap.dedent("""
+        class Trainer:
+            def __init__(self): self.seen, self.history = 0, []
+        trainer, table = Trainer(), {'a': [1]}
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+    """)
+    loop = (
+        LOOP
+        + "        trainer.seen += 1; trainer.history.append(1); table['a'].append(2); scheduler.step()\n"
+    )
+    assert verify(lab, setup, loop).passed
+    lab.good(
+        "assert (trainer.seen, trainer.history, table) == (0, [], {'a': [1]})\n"
+        "assert scheduler.last_epoch == 0 and optimizer.param_groups[0]['lr'] == 0.05",
+        targets=range(NUM_RANKS),
+    )
+
+
+@pytest.mark.parametrize(
+    ("setup", "loop", "options", "said"),
+    [
+        (
+            "numbers = (i for i in range(9))\n",
+            LOOP + "        next(numbers)\n",
+            {},
+            "'numbers' is a generator",
+        ),
+        ("", LOOP, {"mode": "parameter"}, "another method than single-device training"),
+        ("", LOOP.replace("optimizer.step()", "1 / 0"), {}, "on a single device it raised ZeroDivisionError"),
+        ("", "loss_fn(model(X), Y).backward()\n", {}, "on a single device it made no optimizer step"),
+    ],
+    ids=["a generator", "local steps", "an error", "no step"],
+)
+def test_what_cannot_be_verified_says_why(
+    lab: Lab, setup: str, loop: str, options: dict[str, Any], said: str
+) -> None:
+    lab.good(SETUP + setup, targets=range(NUM_RANKS))
+    result = lab.master.run_cell(
+        loop,
+        strategy=StrategySpec(name="data_parallel", options=options),
+        targets=range(NUM_RANKS),
+        verify_steps=3,
+    ).wait(60)
+    assert result is not None
+    assert said in refusal(result)
+    lab.good("assert not optimizer.state and torch.get_num_threads() == 1", targets=range(NUM_RANKS))
