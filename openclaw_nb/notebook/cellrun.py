@@ -40,6 +40,29 @@ class CellRequest:
     verify_steps: int = 0
 
 
+@dataclass(frozen=True)
+class Prepared:
+    """A run that has begun: the places of its ranks, where its output goes, and the cell's number."""
+
+    run: CellRun
+    places: Mapping[int, Place]
+    output: LiveOutput
+    number: int
+
+
+def prepare(master: MasterNode, request: CellRequest, sink: SlotSink | TextSink) -> Prepared:
+    """Begin a cell on the workers.
+
+    Raises
+    ------
+    OpenClawError
+        When it cannot begin.
+    """
+    places = _places_in_run(places_of(master), request)
+    output = LiveOutput(len(places), _shown_ranks(places, request), sink)
+    return Prepared(_begin(master, request, output), places, output, request.execution_count)
+
+
 def run_cell(
     master: MasterNode,
     request: CellRequest,
@@ -71,20 +94,18 @@ def run_cell(
     OpenClawError
         When the cell did not end well, see `cell_error`; or could not begin.
     """
-    places = _places_in_run(places_of(master), request)
-    output = LiveOutput(len(places), _shown_ranks(places, request), sink)
-    run = _begin(master, request, output)
+    begun = prepare(master, request, sink)
     for note in master.take_notes():
         tell(note)
     try:
-        with stop_button(run):
-            result = _watch(run, output, listener)
+        with stop_button(begun.run):
+            result = watch(begun.run, begun.output, listener)
     finally:
-        output.finish()
+        begun.output.finish()
     for note in [*result.notes, *(master.take_notes() if master.running else [])]:
         tell(note)
     if not result.ok:
-        raise cell_error(result, places, notebook)
+        raise cell_error(result, begun.places, notebook)
     return result
 
 
@@ -128,7 +149,7 @@ def _begin(master: MasterNode, request: CellRequest, output: LiveOutput) -> Cell
     return run
 
 
-def _watch(run: CellRun, output: LiveOutput, listener: Callable[[Measured], None] | None) -> RunResult:
+def watch(run: CellRun, output: LiveOutput, listener: Callable[[Measured], None] | None) -> RunResult:
     """Feed what arrives into the output until the run is over."""
     not_before = time.monotonic() + _FIRST_DRAWING_SECONDS
     while True:

@@ -62,10 +62,9 @@ class OpenClawMagics(Magics):
                     "There is no code to run: %%openclaw_parallel stands on the first line of a cell, "
                     "with the code below it. %openclaw_parallel --help lists its options."
                 )
-            self._run(options.parse_cell(words), line, cell)
-            return None
+            return self._run(options.parse_cell(words), line, cell)
 
-    def _run(self, given: options.CellOptions, line: str, cell: str) -> None:
+    def _run(self, given: options.CellOptions, line: str, cell: str) -> Any:
         from openclaw_nb.notebook import cellrun, source
         from openclaw_nb.notebook.targets import resolve_targets
 
@@ -85,11 +84,23 @@ class OpenClawMagics(Magics):
             self._cells[number] = request
         if given.verify_steps:
             self._verify_first(master, request, given.verify_steps)
+        if given.background is not None:
+            return self._run_in_background(context, request, given.background)
         try:
             cellrun.run_cell(master, request, self._sink(), tell=_tell, notebook=self.shell.user_ns)
         finally:
             if given.strategy is not None and self._in_notebook:
                 _show_figure(context.session.monitor, master)
+        return None
+
+    def _run_in_background(self, context: Any, request: Any, name: str) -> Any:
+        from openclaw_nb.notebook.background import run_in_background
+
+        master, monitor = context.session.master, context.session.monitor
+        handle = run_in_background(master, request, monitor, self.shell.user_ns)
+        if name:
+            self.shell.user_ns[name] = handle
+        return handle
 
     def _verify_first(self, master: MasterNode, request: Any, num_steps: int) -> None:
         from IPython.display import display

@@ -331,6 +331,11 @@ CELL = Command(
             ("auto", "mean", "sum"),
         ),
         Argument(
+            ("--background",),
+            "return a handle at once and let the cell go on; it is bound to NAME, if one is given",
+            settings={"metavar": "NAME", "nargs": "?", "const": ""},
+        ),
+        Argument(
             ("--verify",),
             "first verify K steps against a single device, and run the cell only if they are equal",
             settings={"type": _count, "metavar": "K"},
@@ -340,6 +345,7 @@ CELL = Command(
 )
 
 
+_OF_ANY_CELL = ("--targets", "--background")
 # The options of the cell's line that each strategy takes.
 _OPTIONS = {"data_parallel": ("sync_frequency", "mode", "accumulate", "fusion_buffer_size")}
 
@@ -348,12 +354,14 @@ _OPTIONS = {"data_parallel": ("sync_frequency", "mode", "accumulate", "fusion_bu
 class CellOptions:
     """What the first line of a cell asks for.
 
-    ``targets`` as written, or None for all ranks; ``verify_steps`` how many are verified before it runs.
+    ``targets`` as written, or None for all ranks; ``verify_steps`` how many are verified before it runs; ``background``
+    the name of the handle when it runs in the background, "" for none.
     """
 
     strategy: StrategySpec | None = None
     targets: str | None = None
     verify_steps: int = 0
+    background: str | None = None
 
 
 def parse_cell(words: Sequence[str]) -> CellOptions:
@@ -367,9 +375,11 @@ def parse_cell(words: Sequence[str]) -> CellOptions:
     if not words:
         return CellOptions()
     given = CELL.parse(words)
+    if given.background and not given.background.isidentifier():
+        raise UsageError(f"--background takes a name for the handle, not {given.background!r}.")
     if given.strategy is None:
         _refuse_without_strategy(given)
-        return CellOptions(targets=given.targets)
+        return CellOptions(targets=given.targets, background=given.background)
     name = canonical_strategy(given.strategy)
     for role in ("model", "optimizer", "loader"):
         _check_identifier(role, getattr(given, role))
@@ -386,12 +396,13 @@ def parse_cell(words: Sequence[str]) -> CellOptions:
         reduction=given.reduction or "auto",
         sync_batchnorm=not given.no_sync_batchnorm,
     )
-    return CellOptions(strategy=spec, targets=given.targets, verify_steps=given.verify or 0)
+    return CellOptions(spec, given.targets, given.verify or 0, given.background)
 
 
 def _refuse_without_strategy(given: argparse.Namespace) -> None:
     for argument in CELL.arguments:
-        if argument is not _TARGETS and getattr(given, _attribute(argument)) not in (None, False):
+        is_given = getattr(given, _attribute(argument)) not in (None, False)
+        if is_given and argument.names[-1] not in _OF_ANY_CELL:
             raise UsageError(
                 f"{argument.names[-1]} needs a strategy: add --strategy {next(iter(STRATEGIES))}."
             )

@@ -279,6 +279,31 @@ def test_a_cell_that_is_verified_first(notebook: Notebook) -> None:
     assert notebook.value("%%openclaw_parallel\nbool((before == model.weight).all())") == "[ranks 0-1]\nTrue"
 
 
+def test_a_cell_in_the_background(notebook: Notebook) -> None:
+    code = "import time\nprint('begun')\ntime.sleep(2)\nlater = 7\nprint('end', rank)"
+    begun = notebook.good(f"%%openclaw_parallel --background run\n{code}")
+    assert "in the background runs for" in begun.text
+    assert notebook.value("run.running, run.wait(0.01)") == "(True, None)"
+    assert "A cell is running on the workers" in notebook.run("%%openclaw_parallel\n1").error
+    assert notebook.value("run.wait().ok") == "True"
+    assert (
+        notebook.value("print(run.output)").strip() == "[ranks 0-1]\nbegun\n[rank 0]\nend 0\n[rank 1]\nend 1"
+    )
+    assert "ended well after" in notebook.value("run")
+    assert notebook.value("%%openclaw_parallel\nlater") == "[ranks 0-1]\n7"
+
+
+def test_a_background_cell_that_fails_or_is_stopped(notebook: Notebook) -> None:
+    notebook.good("%%openclaw_parallel --background run\n1 / rank")
+    error = notebook.run("run.wait()").error
+    assert "ZeroDivisionError" in error
+    assert "failed after" in notebook.value("run")
+    notebook.good("%%openclaw_parallel --background run\nimport time\nkept = 3\ntime.sleep(60)")
+    assert notebook.good("run.interrupt()").seconds < 5
+    assert "was stopped after" in notebook.value("run")
+    assert notebook.value("%%openclaw_parallel\nkept") == "[ranks 0-1]\n3"
+
+
 # ---------------------------------------------------------------------------------------------------- errors
 
 

@@ -118,6 +118,11 @@ def test_a_strategy_cell() -> None:
     frugal = cell("-s data --no-memory-pinning").strategy
     assert frugal is not None
     assert frugal.options["memory_pinning"] is False
+    assert [cell(line).background for line in ("-t 0", "--background", "--background run")] == [
+        None,
+        "",
+        "run",
+    ]
     assert cell("-s data -t 0,1").targets == "0,1"
     assert cell("--strategy data_parallel").strategy == DataParallelStrategy().spec()
 
@@ -134,6 +139,7 @@ def test_a_strategy_cell() -> None:
         ("-s data --fusion-buffer-size much", "fusion_buffer_size is a size such as '25MB'"),
         ("-s data --sync-frequency 0", "'0' is not a whole number of at least 1"),
         ("--sync-frequency 10", "--sync-frequency needs a strategy"),
+        ("--background a-b", "--background takes a name for the handle, not 'a-b'"),
         ("--no-memory-pinning", "--no-memory-pinning needs a strategy"),
         ("--no-sync-batchnorm", "--no-sync-batchnorm needs a strategy"),
         ("print(1)", "does not take 'print(1)'"),
