@@ -65,7 +65,7 @@ class Average:
             turn = self._turn % len(each.inputs)
             torch.cat([t.reshape(-1) for t in group], out=each.inputs[turn])
             each.inputs[turn].mul_(weight)
-            works.append(each.start(turn))
+            works.append(each.start(turn, self._turn))
         self._turn += 1
         for work in works:
             if work is not None:
@@ -182,6 +182,7 @@ class LocalSteps(StepEngine):
 
     def _run_backward(self, root: Tensor, grad_tensors: Any, retain_graph: bool | None) -> None:
         self._recorder.clear()
+        self._check_window()
         boundary = self._window.is_boundary
         given = times(grad_tensors, root, self._window.weigh(self._num_local()))
         self._weight = 1.0 if self._num_local() else 0.0

@@ -481,7 +481,7 @@ class ReleasableGroup(_ProcessGroup):  # type: ignore[misc]
             self._in_backend += 1
         try:
             action()
-        except (OpenClawError, OSError, RuntimeError) as error:
+        except Exception as error:  # noqa: BLE001 - whatever was raised is the work's outcome; later works go on
             work.finish(error)
         else:
             work.finish(None)

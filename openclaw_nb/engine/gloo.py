@@ -109,8 +109,13 @@ def _duplicate(name: str) -> socket.socket | None:
     try:
         if not os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
             return None
-        return socket.socket(fileno=os.dup(int(name)))
+        descriptor = os.dup(int(name))
     except OSError:  # closed since it was listed
+        return None
+    try:
+        return socket.socket(fileno=descriptor)
+    except OSError:  # its number was given to something else in between
+        os.close(descriptor)
         return None
 
 

@@ -175,7 +175,7 @@ class GroupService:
         self._mesh = self._apart(lambda: connect(place, command.rank, command.world_size))
         if self._mesh is not None:
             mesh = self._mesh
-            self.memory = self._apart(lambda: SharedMemory(mesh))
+            self.memory = self._apart(lambda: _memory_of(mesh))
 
     def _create_user_group(
         self, store: dist.Store, rank: int, size: int, timeout: timedelta
@@ -240,6 +240,15 @@ class GroupService:
         if errors:
             raise GroupError(f"The ranks could not meet: {errors[0]}") from errors[0]
         return box[0]
+
+
+def _memory_of(mesh: Mesh) -> SharedMemory | None:
+    """Return the ranks' memory, or None on all of them where one cannot have it."""
+    try:
+        return SharedMemory(mesh)
+    except OSError:
+        mesh.cut()  # so that the others do not wait for this rank
+        return None
 
 
 def _bury(groups: list[ReleasableGroup], scissors: list[gloo.Scissors], memory: SharedMemory | None) -> None:

@@ -5,8 +5,9 @@ r"""Unix sockets between all ranks of one host: short messages, and an end to ev
          rank 2
 
 Each rank listens under an abstract name, which leaves no file behind. Whoever connects must run as the same
-user and show the secret that the ranks share through their store. A rank that dies closes its ends, which
-the others notice at once; `Mesh.cut` ends this rank's own waits from any thread.
+user and show the secret that the ranks share through their store. A rank that dies closes its ends, which the
+others notice at once, unless a child that it has forked still holds them. `Mesh.cut` ends this rank's own waits
+from any thread.
 
 Knows sockets and bytes; does not know what the messages are for.
 """
@@ -27,6 +28,7 @@ from openclaw_nb.core.errors import MismatchError
 
 MAX_BYTES = 32 * 1024  # far below a socket's buffer: all ranks send before they receive
 _LIMIT_SECONDS = 20.0
+_GREETING_SECONDS = 5.0
 _SECRET_BYTES = 16
 _NUMBER = struct.Struct("<Q")
 _HEADER = struct.Struct("<QQ")  # number of the message, bytes that follow
@@ -47,6 +49,8 @@ class Mesh:
         self.rank = rank
         self.size = len(peers) + 1
         self._peers = dict(sorted(peers.items()))
+        for peer in peers.values():
+            peer.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 8 * MAX_BYTES)
         self._count = 0
 
     def exchange(self, data: bytes = b"") -> list[bytes]:
@@ -77,6 +81,7 @@ class Mesh:
         peer = self._peers[rank]
         header = _HEADER.unpack(receive_exactly(peer, _HEADER.size))
         if header != (self._count, length):
+            self.cut()  # what follows in the connection can no longer be read
             raise MismatchError(
                 f"Rank {rank} gives {header[1]} bytes as message {header[0]}, rank {self.rank} gives {length} as "
                 f"message {self._count}. Every rank must make the same calls in the same order."
@@ -84,11 +89,25 @@ class Mesh:
         return receive_exactly(peer, length)
 
     def share_file(self, descriptor: int) -> list[int]:
-        """Give every rank an open file and return each one's, by rank, as descriptors to be closed."""
-        for peer in self._peers.values():
-            socket.send_fds(peer, [b"\0"], [descriptor])
-        given = {rank: _receive_file(peer) for rank, peer in self._peers.items()}
-        return [os.dup(descriptor) if rank == self.rank else given[rank] for rank in range(self.size)]
+        """Give every rank an open file and return each one's, by rank, as descriptors to be closed.
+
+        One rank after the other: how many descriptors a user may have under way is limited.
+        """
+        given: list[int] = []
+        try:
+            for rank in range(self.size):
+                if rank == self.rank:
+                    given.append(os.dup(descriptor))
+                    for peer in self._peers.values():
+                        socket.send_fds(peer, [b"\0"], [descriptor])
+                else:
+                    given.append(_receive_file(self._peers[rank]))
+                self.exchange()
+        except BaseException:
+            for each in given:
+                os.close(each)
+            raise
+        return given
 
     def cut(self) -> None:
         """End this rank's waits, now and later; the other ranks notice. Callable from any thread."""
@@ -156,8 +175,10 @@ def _dial(rank: int, names: list[str], secret: bytes) -> Iterator[tuple[int, soc
 def _answer(listener: socket.socket, count: int, secret: bytes) -> Iterator[tuple[int, socket.socket]]:
     while count:
         peer, _ = listener.accept()
-        peer.settimeout(_LIMIT_SECONDS)
-        greeting = receive_exactly(peer, _SECRET_BYTES + _NUMBER.size) if _is_own_user(peer) else b""
+        peer.settimeout(_GREETING_SECONDS)
+        greeting = b""
+        with contextlib.suppress(OSError):  # a stranger that says nothing, or leaves
+            greeting = receive_exactly(peer, _SECRET_BYTES + _NUMBER.size) if _is_own_user(peer) else b""
         if not secrets.compare_digest(greeting[:_SECRET_BYTES], secret):
             peer.close()
             continue
@@ -189,7 +210,7 @@ def receive_exactly(peer: socket.socket, length: int) -> bytes:
 
 
 def _receive_file(peer: socket.socket) -> int:
-    data, descriptors, _, _ = socket.recv_fds(peer, 1, 1)
+    data, descriptors, _, _ = socket.recv_fds(peer, 1, 1, socket.MSG_CMSG_CLOEXEC)
     if not data or not descriptors:
         raise ConnectionResetError("Connection closed by peer")
     return descriptors[0]

@@ -84,7 +84,7 @@ class GradientReducer:
         self._ranks = ranks
         self._factor = 1.0
         self._enabled = False
-        self._launched = self._turn = 0
+        self._launched = self._turn = self._number = 0
         self.strayed = self.repeated = False
         self.parameters = [p for p in parameters if p.requires_grad]
         groups = _fill_buckets(list(reversed(self.parameters)), bucket_bytes)
@@ -114,12 +114,22 @@ class GradientReducer:
         """
         self._factor = factor
         self._enabled = True
-        self._launched = 0
-        self._turn = (self._turn + 1) % len(self._carrier.inputs)
+        self._end_last_pass()
+        self._number += 1
+        self._carrier.inputs[self._turn].message.copy_(message)
+
+    def _end_last_pass(self) -> None:
+        """Wait for what a pass that was broken off has started: no rank may still read what is filled next."""
         for bucket in self._buckets:
             bucket.ready.clear()
-            bucket.work = None
-        self._carrier.inputs[self._turn].message.copy_(message)
+            if bucket.work is not None:
+                bucket.work.wait()
+                bucket.work = None
+        if (
+            self._launched
+        ):  # else the present inputs were read by nobody, and another rank may still read the others
+            self._turn = (self._turn + 1) % len(self._carrier.inputs)
+        self._launched = 0
 
     def _on_ready(self, parameter: Tensor) -> None:
         if not self._enabled:
@@ -146,7 +156,7 @@ class GradientReducer:
             if i not in bucket.ready:
                 parts.counts[i] = 0.0
                 self._copy_unused(bucket.parameters[i], parts.gradients[i])
-        bucket.work = bucket.sum.start(self._turn)
+        bucket.work = bucket.sum.start(self._turn, self._number)
         self._launched += 1
 
     def _copy_unused(self, parameter: Tensor, view: Tensor) -> None:
@@ -195,6 +205,8 @@ class GradientReducer:
         for parameter in self.parameters:
             if parameter.grad is not None:
                 parameter.grad = parameter.grad.clone()
+        # A loss that the cell keeps holds this object by its graph; it need not hold the memory.
+        self._buckets, self._place = [], {}
 
 
 def _gradient(parameter: Tensor) -> Tensor:

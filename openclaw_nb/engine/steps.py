@@ -265,6 +265,7 @@ class StepEngine:
                 f"{': ' * bool(vote.kind.reason)}{vote.kind.reason}."
             )
         self._recorder.clear()  # from here on the cell's tensors are plain ones again
+        self._check_window()
         boundary = self._window.is_boundary
         given = times(grad_tensors, root, self._window.weigh(self._num_global()))
         self._weight = self._weight_of(vote.kind)
@@ -281,6 +282,22 @@ class StepEngine:
         finally:
             self._weight = None
         self._conclude(root, vote, boundary)
+
+    def _check_window(self) -> None:
+        """Refuse what several batches a step would have to count in another way."""
+        if self._options.batches_per_step == 1:
+            return
+        if self._window.has_batch:
+            raise RefusedError(
+                "With several batches a step (--sync-frequency, --accumulate) a batch may have one backward() only: "
+                "add its losses up first."
+            )
+        left = (p.grad for p in self._parameters if p.grad is not None)
+        if self._window.is_empty and any(bool(gradient.any()) for gradient in left):
+            raise RefusedError(
+                "With several batches a step (--sync-frequency, --accumulate) gradients must be cleared before each "
+                "batch: call optimizer.zero_grad() in the loop."
+            )
 
     def _check_strayed(self) -> None:
         if self._reducer.strayed and self._ranks.size > 1:
@@ -373,7 +390,8 @@ class StepEngine:
 
     def _check_parameters(self) -> None:
         """Follow parameters that were frozen or thawed since the last step."""
-        if sum(p.requires_grad for p in self._parameters) != len(self._reducer.parameters):
+        trained = [id(p) for p in self._parameters if p.requires_grad]
+        if trained != [id(p) for p in self._reducer.parameters]:
             self._reducer.remove()
             self._reducer = self._new_reducer()
 
@@ -405,6 +423,7 @@ class Window:
         self._length = length
         self._count = 0
         self._num_samples = 0
+        self.has_batch = False
         self._kept: dict[int, Tensor] = {}
         self.is_boundary = True
 
@@ -414,6 +433,11 @@ class Window:
         return not self.is_boundary
 
     @property
+    def is_empty(self) -> bool:
+        """Whether no gradient is kept aside."""
+        return not self._kept
+
+    @property
     def factor(self) -> float:
         """What the sum of the window's gradients, each weighted by its samples, is multiplied by."""
         return 1.0 if self._length == 1 else 1.0 / max(1, self._num_samples)
@@ -421,14 +445,18 @@ class Window:
     def next_batch(self, is_last: bool) -> None:
         """Go on to the next batch; the last one of a pass always ends its window."""
         if self.is_boundary:
-            self._count = self._num_samples = 0
+            self._count = 0
+            if not self._kept:  # else the last batch had no backward pass, and its window goes on
+                self._num_samples = 0
         self._count += 1
+        self.has_batch = False
         self.is_boundary = is_last or self._count >= self._length
 
     def weigh(self, num_samples: int) -> float:
         """Return the batch's weight in the window and count its samples."""
         if self._length == 1:
             return 1.0
+        self.has_batch = True
         self._num_samples += num_samples
         return float(num_samples)
 

@@ -20,6 +20,7 @@ import contextlib
 import mmap
 import os
 import struct
+import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -33,6 +34,7 @@ from openclaw_nb.engine.mesh import Mesh
 
 _NUM_TURNS = 2
 _ALIGNMENT = 64  # bytes of a cache line: ranks do not write into each other's
+_WHICH = struct.Struct("<QQ")
 _REPLY = struct.Struct("<Q?")
 _FEW_BYTES = 16 * 1024
 # The share of the memory that is free now which all ranks' inputs together may take.
@@ -72,8 +74,16 @@ class BackendSum:
         self.result = torch.zeros(layout.numel, dtype=layout.dtype, device=layout.device)
         self.inputs = (self.result,)
 
-    def start(self, turn: int) -> PendingWork | None:
-        """Begin to sum; None when there is nothing to wait for."""
+    def start(self, turn: int, number: int) -> PendingWork | None:
+        """Begin to sum; None when there is nothing to wait for.
+
+        Parameters
+        ----------
+        turn : int
+            Which of ``inputs``.
+        number : int
+            Of the pass: sums of different passes are not the same sum.
+        """
         return self._group.allreduce([self.result]) if self._group.size() > 1 else None
 
 
@@ -86,12 +96,16 @@ class SharedSum:
         Where the call is noted; ends its wait on release.
     mesh : Mesh
         By which the ranks wait for each other.
+    place : int
+        Of this sum among those that were made together.
     inputs : sequence of sequence of Tensor
         Each turn's input of each rank, ``inputs[turn][rank]``.
     """
 
-    def __init__(self, group: ReleasableGroup, mesh: Mesh, inputs: Sequence[Sequence[Tensor]]) -> None:
-        self._group, self._mesh = group, mesh
+    def __init__(
+        self, group: ReleasableGroup, mesh: Mesh, place: int, inputs: Sequence[Sequence[Tensor]]
+    ) -> None:
+        self._group, self._mesh, self._place = group, mesh, place
         self._every = inputs
         self.inputs = [turn[mesh.rank] for turn in inputs]
         self.result = torch.zeros_like(self.inputs[0])
@@ -103,12 +117,13 @@ class SharedSum:
         )
         self._direct = direct
 
-    def start(self, turn: int) -> PendingWork:
-        """Begin to sum ``inputs[turn]``."""
-        return self._group.start_apart(self._call, [self.result], lambda: self._sum(self._every[turn]))
+    def start(self, turn: int, number: int) -> PendingWork:
+        """Begin to sum ``inputs[turn]``; see `BackendSum.start`."""
+        inputs = self._every[turn]
+        return self._group.start_apart(self._call, [self.result], lambda: self._sum(inputs, number))
 
-    def _sum(self, inputs: Sequence[Tensor]) -> None:
-        self._mesh.exchange()
+    def _sum(self, inputs: Sequence[Tensor], number: int) -> None:
+        self._meet(number)
         rank = self._mesh.rank
         low, high = self._bounds[rank]
         own = self.result[low:high]
@@ -122,6 +137,18 @@ class SharedSum:
         for source, (low, high) in enumerate(self._bounds):
             if source != rank:
                 self.result[low:high].copy_(inputs[source][low:high])
+
+    def _meet(self, number: int) -> None:
+        """Wait until every rank has filled its input, of this sum and of the same pass."""
+        told = self._mesh.exchange(_WHICH.pack(self._place, number))
+        if len(set(told)) == 1:
+            return
+        self._mesh.cut()  # nothing that is summed after this would be right
+        passes = ", ".join(f"rank {rank} in pass {_WHICH.unpack(each)[1]}" for rank, each in enumerate(told))
+        raise MismatchError(
+            f"The ranks reduce gradients of different backward passes: {passes}. A rank has skipped a backward(), or "
+            "caught an error in the middle of one."
+        )
 
 
 def _parts(numel: int, count: int, item_bytes: int) -> list[tuple[int, int]]:
@@ -152,6 +179,7 @@ class SharedMemory:
             self._files = mesh.share_file(own)
         finally:
             os.close(own)
+        self._closer = weakref.finalize(self, _close_files, self._files)
 
     def lay_out(self, layouts: Sequence[Layout]) -> list[list[list[Tensor]]] | None:
         """Place inputs over whatever was placed before. Every rank calls this with the same layouts.
@@ -175,6 +203,7 @@ class SharedMemory:
                 "Every rank must train the same parameters."
             )
         if not all(able for _, able in replies):
+            os.ftruncate(self._files[self.mesh.rank], self._size)
             return None
         if total > self._size:
             self._maps = [mmap.mmap(file, total) for file in self._files]
@@ -191,6 +220,8 @@ class SharedMemory:
         return True
 
     def _place(self, layout: Layout, start: int) -> list[Tensor]:
+        if not layout.numel:
+            return [torch.empty(0, dtype=layout.dtype) for _ in range(self.mesh.size)]
         return [
             torch.frombuffer(memory, dtype=layout.dtype, count=layout.numel, offset=start)
             for memory in self._maps
@@ -200,10 +231,13 @@ class SharedMemory:
         """Let go of the files and the ranks; the memory goes with the last tensor in it."""
         self.mesh.close()
         self._maps = []
-        for file in self._files:
-            with contextlib.suppress(OSError):
-                os.close(file)
-        self._files = []
+        self._closer()
+
+
+def _close_files(files: list[int]) -> None:
+    for file in files:
+        with contextlib.suppress(OSError):
+            os.close(file)
 
 
 def _starts(layouts: Sequence[Layout]) -> Iterator[tuple[Layout, list[int]]]:
@@ -233,4 +267,4 @@ def make_sums(
     group.start_apart("shared memory", [], lambda: placed.append(memory.lay_out(layouts))).wait()
     if placed[0] is None:
         return [BackendSum(group, layout) for layout in layouts]
-    return [SharedSum(group, memory.mesh, inputs) for inputs in placed[0]]
+    return [SharedSum(group, memory.mesh, place, inputs) for place, inputs in enumerate(placed[0])]

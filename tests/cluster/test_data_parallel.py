@@ -178,6 +178,17 @@ def loop_of(body: str) -> str:
 
 
 WAYS = {
+    "halves in turn": """
+        for epoch in range(2):
+            for number, (x, y) in enumerate(loader):
+                model[0].requires_grad_(number % 2 == 0)
+                model[2].requires_grad_(number % 2 == 1)  # as many tensors as the other
+                optimizer.zero_grad()
+                loss = loss_fn(model(x), y)
+                loss.backward()
+                optimizer.step()
+                losses.append(loss.item())
+    """,
     "in a function": """
         def train(epochs):
             for _ in range(epochs):
@@ -430,6 +441,44 @@ probe = [type(model).__name__, len(model._forward_hooks), len(model._forward_pre
     lab.good(probe, targets=[0, 1])
     expected = single_device(SETUP + LOOP, probe)["probe"]
     assert lab.pull("probe") == expected
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        (
+            ("loss.backward()", "loss.backward()\n        loss_fn(model(x), y).backward()"),
+            "one backward() only",
+        ),
+        (("optimizer.zero_grad()", "pass"), "gradients must be cleared"),
+    ],
+    ids=["two backwards", "no zero_grad"],
+)
+def test_sync_frequency_refuses_what_it_cannot_count(lab: Lab, change: tuple[str, str], text: str) -> None:
+    result = lab.train(SETUP, LOOP.replace(*change), 2, options={"sync_frequency": 2})
+    assert text in refusal(result)
+
+
+def test_sync_frequency_with_batches_that_are_skipped(lab: Lab) -> None:
+    """A batch without a backward pass is in no step: the others are weighted among themselves."""
+    loop = LOOP.replace(
+        "    for x, y in loader:",
+        "    for number, (x, y) in enumerate(loader):\n        if number == 1: continue",
+    )
+    loop = loop.replace("optimizer.zero_grad()", "optimizer.zero_grad(set_to_none=False)")
+    setup = SETUP.replace("shuffle=True", "shuffle=False")
+    assert lab.train(setup, loop + STATE, 2, options={"sync_frequency": 2}).ok
+    # The batches of a pass are 0 (1), 2 3, 4: batch 0 goes on into the second window.
+    merged = """
+    for epoch in range(2):
+        for part in (torch.cat([torch.arange(0, 32), torch.arange(64, 128)]), torch.arange(128, 150)):
+            optimizer.zero_grad()
+            loss_fn(model(X[part]), Y[part]).backward()
+            optimizer.step()
+    """
+    expected = single_device(setup, textwrap.dedent(merged) + STATE)["state"]
+    for name, value in lab.pull("state", 1).items():
+        torch.testing.assert_close(value, expected[name], rtol=1e-6, atol=1e-6)
 
 
 def test_sync_frequency_refuses_a_sum(lab: Lab) -> None:

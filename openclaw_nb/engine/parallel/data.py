@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sized
+import contextlib
+from collections.abc import Callable
 
 from openclaw_nb.core.errors import RefusedError
 from openclaw_nb.engine import batchnorm
@@ -105,13 +106,14 @@ class DataParallel(Strategy):
     def _tell_short_passes(self, objects: Objects, options: StepOptions) -> None:
         every = options.batches_per_step * options.steps_per_average
         for name, loader in objects.loaders.items():
-            if loader.batch_sampler is not None and isinstance(loader.batch_sampler, Sized):
-                count = len(loader.batch_sampler)
-                if every > count > 0:
-                    self.context.notes.append(
-                        f"{every} batches between synchronisations are more than a pass of {name} has ({count}): "
-                        "it is synchronised once a pass"
-                    )
+            count = 0
+            with contextlib.suppress(TypeError):  # a loader without a length
+                count = len(loader)
+            if every > count > 0:
+                self.context.notes.append(
+                    f"{every} batches between synchronisations are more than a pass of {name} has ({count}): "
+                    "it is synchronised once a pass"
+                )
 
     def _synchronise_batchnorms(self, models: dict, engine: StepEngine) -> None:  # type: ignore[type-arg]
         count = sum(batchnorm.count_batchnorms(model) for model in models.values())

@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import nn
 
+from openclaw_nb.core.errors import MismatchError
 from openclaw_nb.engine.ranks import Ranks
 from openclaw_nb.engine.reducer import GradientReducer
 
@@ -163,6 +164,55 @@ def test_gradients_match_their_parameter_in_place(on_ranks: OnRanks, lay_out: An
             assert own.grad.stride() == own.stride()
 
     on_ranks(body)
+
+
+def broken_off(reducer: GradientReducer, parameter: nn.Parameter) -> None:
+    """Begin a pass whose backward raises."""
+    reducer.begin(1.0, NO_MESSAGE)
+    reducer.drop_gradients()
+    parameter.grad = None
+
+
+def test_a_pass_that_breaks_off_on_all_ranks_leaves_the_next_one_right(on_ranks: OnRanks) -> None:
+    """The slow rank still reads what the fast one sent last, while that one fills what it sends next."""
+
+    def body(ranks: Ranks) -> list[float]:
+        own = parameters((100_000,))
+        reducer = GradientReducer(own, ranks, message_size=1)
+        found = []
+        for step in range(12):
+            own[0].grad = None
+            if step % 2:
+                broken_off(reducer, own[0])
+                continue
+            run_pass(reducer, own[0].sum() * (ranks.rank + 1) * 10.0**step, 1.0)
+            assert own[0].grad is not None
+            found += [float(own[0].grad.min()) / 10.0**step, float(own[0].grad.max()) / 10.0**step]
+        return found
+
+    assert on_ranks(body) == [pytest.approx([3.0] * 12)] * 2
+
+
+def test_sums_of_different_passes_are_not_added_up() -> None:
+    """A pass that breaks off on one rank only: through shared memory the ranks would see different sums."""
+    groups, _ = form(2)
+    memories = share_memory(2)
+
+    def body(ranks: Ranks) -> None:
+        own = parameters((10,))
+        reducer = GradientReducer(own, ranks, message_size=1)
+        run_pass(reducer, own[0].sum(), 1.0)
+        if ranks.rank == 0:
+            broken_off(reducer, own[0])
+        with pytest.raises(MismatchError, match="rank 0 in pass 3, rank 1 in pass 2"):
+            run_pass(reducer, own[0].sum(), 1.0)
+
+    every = [Ranks(*pair) for pair in zip(groups, memories, strict=True)]
+    on_threads([lambda ranks=ranks: body(ranks) for ranks in every])  # type: ignore[misc]
+    every.clear()
+    disband(groups)
+    for memory in filter(None, memories):
+        memory.close()
 
 
 def test_a_gradient_outside_of_an_announced_pass_strays(on_ranks: OnRanks) -> None:

@@ -50,7 +50,7 @@ def test_sums_are_those_of_the_tensors_in_rank_order(size: int, dtype: torch.dty
             works = []
             for each, layout in zip(sums, layouts, strict=True):
                 each.inputs[step % 2].copy_(value(group.rank(), step, layout))
-                works.append(each.start(step % 2))
+                works.append(each.start(step % 2, step))
             for work in works:
                 work.wait()
             for each, layout in zip(sums, layouts, strict=True):
@@ -63,13 +63,22 @@ def test_sums_are_those_of_the_tensors_in_rank_order(size: int, dtype: torch.dty
     on_host(body, size)
 
 
+def test_nothing_can_be_summed_too() -> None:
+    def body(group: ReleasableGroup, memory: SharedMemory) -> int:
+        (each,) = make_sums(group, memory, [Layout(0, torch.float64, CPU)])
+        each.start(0, 0).wait()
+        return each.result.numel()
+
+    assert on_host(body, 2) == [0, 0]
+
+
 def test_memory_grows_with_later_layouts() -> None:
     def body(group: ReleasableGroup, memory: SharedMemory) -> list[float]:
         totals = []
         for numel in (10, 1_000_000, 10):
             (each,) = make_sums(group, memory, [Layout(numel, torch.float32, CPU)])
             each.inputs[0].fill_(group.rank() + 1.0)
-            each.start(0).wait()
+            each.start(0, 0).wait()
             totals.append(float(each.result.sum()))
         return totals
 
@@ -118,7 +127,7 @@ def test_a_released_group_ends_the_wait_for_a_sum() -> None:
     def body(group: ReleasableGroup, memory: SharedMemory) -> None:
         (each,) = make_sums(group, memory, [Layout(10, torch.float32, CPU)])
         if group.rank() == 0:
-            work = each.start(0)
+            work = each.start(0, 0)
             group.release("told to")
             with pytest.raises(ReleasedError, match="told to"):
                 work.wait()
@@ -134,6 +143,6 @@ def test_a_rank_that_is_gone_ends_the_sum() -> None:
             memory.mesh.cut()
             return
         with pytest.raises(ReleasedError, match="connection to another rank is gone"):
-            each.start(0).wait()
+            each.start(0, 0).wait()
 
     on_host(body, 2)
