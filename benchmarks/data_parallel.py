@@ -39,11 +39,9 @@ from _common import (
 
 _GENERATIONS = 5
 _ROUNDS = 4
-_STEPS = 30
-_WARM_UP = 5
 _DEADLINE_SECONDS = 120.0
 
-_CNN = """
+CNN = """
 import time
 import torch
 from torch import nn
@@ -62,7 +60,7 @@ loss_fn = nn.CrossEntropyLoss()
 optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
 """
 
-_TRANSFORMER = """
+TRANSFORMER = """
 import time
 import torch
 from torch import nn
@@ -137,20 +135,32 @@ def indented(text: str) -> str:
     return "".join(f"    {line}\n" if line else "\n" for line in text.strip().splitlines())
 
 
-def constants() -> str:
-    return f"steps, warm_up = {_STEPS}, {_WARM_UP}\n"
+@dataclass(frozen=True)
+class Job:
+    """What is trained: the cell that builds it, samples a step, steps a turn, and on how many workers."""
+
+    model: str
+    batch_size: int
+    steps: int = 30
+    warm_up: int = 5
+    num_workers: int = NUM_WORKERS
+
+    @property
+    def setup(self) -> str:
+        """The cell that builds it, with its constants."""
+        return f"steps, warm_up = {self.steps}, {self.warm_up}\n{self.model}"
 
 
 class Torchrun:
     """The script by hand, which waits between its passes."""
 
-    def __init__(self, model: str, folder: Path) -> None:
+    def __init__(self, job: Job, folder: Path) -> None:
         self._folder, self._number = folder, 0
         script = folder / "by_hand.py"
         passes = _BY_HAND_WAIT + _BY_HAND_PASSES.format(loop=indented(_LOOP))
-        script.write_text(constants() + _BY_HAND_HEAD + model + _BY_HAND_LOADER + passes)
+        script.write_text(_BY_HAND_HEAD + job.setup + _BY_HAND_LOADER + passes)
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-        command += [f"--nproc-per-node={NUM_WORKERS}", str(script), str(folder)]
+        command += [f"--nproc-per-node={job.num_workers}", str(script), str(folder)]
         self._process = subprocess.Popen(command, env=environment(), text=True, stdout=subprocess.DEVNULL)
 
     def seconds(self) -> float:
@@ -172,32 +182,33 @@ class Torchrun:
 class Ours:
     """The cell on our workers."""
 
-    def __init__(self, shell: Any, model: str) -> None:
-        self._shell = shell
+    def __init__(self, shell: Any, job: Job) -> None:
+        self._shell, self._job = shell, job
         self.overhead: list[float] = []
-        self._cell("", constants() + model + _LOADER)
+        self.cell("", job.setup + _LOADER)
 
-    def _cell(self, line: str, source: str) -> None:
+    def cell(self, line: str, source: str) -> None:
         with contextlib.redirect_stdout(io.StringIO()):
             self._shell.run_cell_magic("openclaw_parallel", line, source)
 
     def seconds(self) -> float:
         begin = time.perf_counter()
-        self._cell("--strategy data_parallel", _LOOP)
+        self.cell("--strategy data_parallel", _LOOP)
         whole = time.perf_counter() - begin
         self._shell.run_line_magic("openclaw", "pull seconds")
         counted = float(self._shell.user_ns["seconds"])
-        self.overhead.append(1000 * (whole - counted * _STEPS / (_STEPS - _WARM_UP)))
+        steps = self._job.steps
+        self.overhead.append(1000 * (whole - counted * steps / (steps - self._job.warm_up)))
         return counted
 
 
 class Alone:
     """The plain loop in one process, with the whole batch."""
 
-    def __init__(self, model: str, folder: Path) -> None:
+    def __init__(self, job: Job, folder: Path) -> None:
         script = folder / "alone.py"
         turns = "import sys\nfor _ in sys.stdin:\n" + indented(_LOOP) + "    print(seconds, flush=True)\n"
-        script.write_text(constants() + model + _LOADER + turns)
+        script.write_text(job.setup + _LOADER + turns)
         pipe = subprocess.PIPE
         self._process = subprocess.Popen(
             [sys.executable, str(script)], env=environment(), text=True, stdin=pipe, stdout=pipe
@@ -214,43 +225,42 @@ class Alone:
 
 
 @contextlib.contextmanager
-def sides(shell: Any, model: str) -> Iterator[tuple[Ours, Torchrun, Alone]]:
+def sides(shell: Any, job: Job) -> Iterator[tuple[Ours, Torchrun, Alone]]:
     with TemporaryDirectory() as name, contextlib.ExitStack() as stack:
-        by_hand = Torchrun(model, Path(name))
+        by_hand = Torchrun(job, Path(name))
         stack.callback(by_hand.end)
-        alone = Alone(model, Path(name))
+        alone = Alone(job, Path(name))
         stack.callback(alone.end)
-        yield Ours(shell, model), by_hand, alone
+        yield Ours(shell, job), by_hand, alone
 
 
 @dataclass
 class Turns:
-    """The samples of one model: seconds of the counted steps of each turn, and milliseconds around the cell's."""
+    """The samples of one job: seconds of the counted steps of each turn, and milliseconds around the cell's."""
 
-    model: str
-    batch_size: int
+    job: Job
     seconds: dict[str, list[float]] = field(default_factory=dict)
     around: list[float] = field(default_factory=list)
 
-    def take(self, shell: Any) -> None:
+    def take(self, shell: Any, rounds: int = _ROUNDS) -> None:
         """Take turns with fresh processes by hand and alone, and a freshly built model on our workers."""
-        with sides(shell, self.model) as (ours, by_hand, alone):
+        with sides(shell, self.job) as (ours, by_hand, alone):
             turns = {"ours": ours.seconds, "torchrun": by_hand.seconds, "alone": alone.seconds}
             take_turns(turns, 2)
             ours.overhead.clear()
-            for name, values in take_turns(turns, _ROUNDS).items():
+            for name, values in take_turns(turns, rounds).items():
                 self.seconds.setdefault(name, []).extend(values)
             self.around += ours.overhead
 
-    def rows(self, what: str) -> list[Row]:
-        counted = _STEPS - _WARM_UP
+    def rows(self, what: str, reach: str = ">= 0.98x") -> list[Row]:
+        counted = self.job.steps - self.job.warm_up
         speed = {
-            name: [self.batch_size * counted / s for s in values] for name, values in self.seconds.items()
+            name: [self.job.batch_size * counted / s for s in values] for name, values in self.seconds.items()
         }
         step = {name: [1000 * s / counted for s in values] for name, values in self.seconds.items()}
         by_hand, alone = "torchrun, DDP", "one process"
         return [
-            Row(f"{what}: speed", "samples/s", speed["ours"], speed["torchrun"], by_hand, ">= 0.98x"),
+            Row(f"{what}: speed", "samples/s", speed["ours"], speed["torchrun"], by_hand, reach),
             Row(f"{what}: a step", "ms", step["ours"], step["torchrun"], by_hand),
             Row(f"{what}: beside one process", "samples/s", speed["ours"], speed["alone"], alone),
             Row(f"{what}: cell around the steps", "ms", self.around),
@@ -261,7 +271,7 @@ def main() -> None:
     use_environment()
     os.environ["OPENCLAW_OVERSUBSCRIBE"] = "1"
     shell = notebook_shell()
-    models = {"small CNN": Turns(_CNN, 64), "small transformer": Turns(_TRANSFORMER, 32)}
+    models = {"small CNN": Turns(Job(CNN, 64)), "small transformer": Turns(Job(TRANSFORMER, 32))}
     for _ in range(_GENERATIONS):
         with quiet():
             start_ours(shell)

@@ -200,4 +200,5 @@ class LocalSteps(StepEngine):
             return
         if self._window.factor != 1.0:
             torch._foreach_mul_([p.grad for p in self._parameters if p.grad is not None], self._window.factor)
-        self._publisher.step(float(root.detach()), 0)
+        loss = float(root.detach())
+        self._publisher.step(loss, loss, 0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 
 from openclaw_nb.engine.clock import StepClock
@@ -28,6 +29,8 @@ class Publisher:
         self._outbox, self._worker, self._run_id = outbox, worker, run_id
         self._seq = self._steps = self._samples = self._num_bytes = 0
         self._loss: float | None = None
+        self._steps_so_far = 0
+        self._first_nan: int | None = None
         self._drift: float | None = None
         self._sent = 0.0
         self.clock = StepClock()
@@ -41,9 +44,12 @@ class Publisher:
         self._drift = drift
         self._num_bytes += num_bytes
 
-    def step(self, loss: float, num_bytes: int) -> None:
-        """Take one step: the loss, and the bytes that this rank gave into the reduction."""
+    def step(self, loss: float, own: float, num_bytes: int) -> None:
+        """Take one step: the loss, this rank's own part of it, and the bytes that it gave into the reduction."""
         self._steps += 1
+        self._steps_so_far += 1
+        if not math.isfinite(own) and self._first_nan is None:
+            self._first_nan = self._steps_so_far
         self._num_bytes += num_bytes
         self._loss = loss
         if time.monotonic() - self._sent > _INTERVAL_SECONDS:
@@ -71,6 +77,7 @@ class Publisher:
             seconds=self.clock.take(),
             num_bytes=self._num_bytes,
             drift=self._drift,
+            first_nan=self._first_nan,
         )
         self._outbox.publish(event)
         self._steps = self._samples = self._num_bytes = 0

@@ -331,10 +331,11 @@ class StepEngine:
             self._reducer.drop_gradients()
             raise
         self._reducer.set_gradients()
+        own = float(root.detach())
         for scalar, value in kinds.global_values(total, vote) if self._splitter is None else ():
             scalar.data.fill_(value)
         self._publisher.batch(self._num_local())
-        self._publisher.step(float(root.detach()), self._reducer.num_bytes)
+        self._publisher.step(float(root.detach()), own, self._reducer.num_bytes)
 
     def _check_backward(self, tensors: Any, create_graph: bool, inputs: Any) -> Tensor:
         if create_graph:

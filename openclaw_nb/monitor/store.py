@@ -58,6 +58,8 @@ class WorkerHistory:
         What it gave into reductions.
     drift : float or None
         How far its parameters were from the average at the last one, relative to it; None with shared gradients.
+    first_nan : int or None
+        The first step whose loss was not finite on its own samples.
     cumulative, rates : Curve
         Samples so far and samples/s, by seconds since the run's first event.
     """
@@ -72,6 +74,7 @@ class WorkerHistory:
     recent: Mapping[str, float]
     num_bytes: int
     drift: float | None
+    first_nan: int | None
     cumulative: Curve
     rates: Curve
 
@@ -198,6 +201,7 @@ class _WorkerLog:
         self._seconds: dict[str, float] = {}
         self._num_bytes = 0
         self._drift: float | None = None
+        self._first_nan: int | None = None
         self._cumulative, self._rates = Series(points), Series(points)
 
     def take(self, event: Measured, elapsed: float, arrived: float) -> bool:
@@ -222,6 +226,7 @@ class _WorkerLog:
         self.samples += event.samples
         self._num_bytes += event.num_bytes
         self._drift = event.drift if event.drift is not None else self._drift
+        self._first_nan = event.first_nan if self._first_nan is None else self._first_nan
         for name, seconds in event.seconds.items():
             self._seconds[name] = self._seconds.get(name, 0.0) + seconds
 
@@ -277,6 +282,7 @@ class _WorkerLog:
             recent=MappingProxyType(self.recent_seconds()),
             num_bytes=self._num_bytes,
             drift=self._drift,
+            first_nan=self._first_nan,
             cumulative=cumulative,
             rates=self._rates.curve(),
         )

@@ -48,6 +48,10 @@ def describe_run(history: RunHistory, *, each_worker: bool = True) -> list[str]:
     if each_worker and len(history.workers) > 1:
         lines.append(_by_worker(history.workers))
     lines += describe_sync(history)
+    nans = [(worker.first_nan, worker.worker) for worker in history.workers if worker.first_nan is not None]
+    if nans:
+        step, worker = min(nans)
+        lines.append(f"the loss is not finite from step {step} on, first on the samples of worker {worker}")
     if history.lost:
         lines.append(
             f"{_counted(history.lost, 'measurement')} did not arrive: steps, samples and samples/s lack them."

@@ -6,6 +6,7 @@ Knows the message classes; does not know who sends them or over what.
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 import pickle
 import struct
@@ -19,16 +20,22 @@ _CLASSES: dict[str, type] = {
     for cls in vars(messages).values()
     if isinstance(cls, type) and dataclasses.is_dataclass(cls)
 }
+_FLOAT = "float"
 _COUNT = struct.Struct("<Q")
 
 
 def encode(message: Any) -> dict[str, Any]:
     """Turn a message into a dictionary of JSON types, tagged with its kind."""
-    body = {
-        f.name: encode(value) if dataclasses.is_dataclass(value := getattr(message, f.name)) else value
-        for f in dataclasses.fields(message)
-    }
+    body = {f.name: _encode_field(getattr(message, f.name)) for f in dataclasses.fields(message)}
     return {"kind": type(message).__name__, **body}
+
+
+def _encode_field(value: Any) -> Any:
+    if dataclasses.is_dataclass(value):
+        return encode(value)
+    if isinstance(value, float) and not math.isfinite(value):
+        return {_FLOAT: repr(value)}  # JSON has no such numbers, and Jupyter's messages turn them into text
+    return value
 
 
 def decode(data: Mapping[str, Any]) -> Any:
@@ -44,16 +51,20 @@ def decode(data: Mapping[str, Any]) -> Any:
     cls = _CLASSES.get(str(kind))
     if cls is None:
         raise ValueError(f"Unknown message kind {kind!r}: the other side speaks another protocol version.")
-    fields = {
-        key: decode(value) if isinstance(value, Mapping) and str(value.get("kind")) in _CLASSES else value
-        for key, value in body.items()
-    }
     try:
-        return cls(**fields)
+        return cls(**{key: _decode_field(value) for key, value in body.items()})
     except TypeError as error:
         raise ValueError(
             f"Message {kind} does not fit protocol version {messages.PROTOCOL_VERSION}: {error}"
         ) from None
+
+
+def _decode_field(value: Any) -> Any:
+    if not isinstance(value, Mapping):
+        return value
+    if value.keys() == {_FLOAT}:
+        return float(value[_FLOAT])
+    return decode(value) if str(value.get("kind")) in _CLASSES else value
 
 
 def write_variables(path: str, variables: Mapping[str, Any]) -> int:

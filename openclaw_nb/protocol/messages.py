@@ -194,7 +194,8 @@ class Measured:
 
     ``samples`` are this worker's own, ``loss`` the newest global loss or None, ``seconds`` what its time went to
     (data, compute, wait, transfer), ``num_bytes`` what it gave into reductions, ``drift`` how far its parameters
-    were from the average when they were averaged last, relative to it.
+    were from the average when they were averaged last, relative to it, ``first_nan`` the first step whose loss was not
+    finite on this worker's own samples.
     """
 
     worker: int
@@ -207,6 +208,7 @@ class Measured:
     seconds: dict[str, float] = field(default_factory=dict)
     num_bytes: int = 0
     drift: float | None = None
+    first_nan: int | None = None
 
 
 Event = Shown | Whereabouts | Measured

@@ -7,6 +7,7 @@ import math
 import pytest
 
 from openclaw_nb.monitor.store import Monitor, RunHistory
+from openclaw_nb.notebook.figures import describe_run
 
 from .conftest import Lab
 from .test_data_parallel import LOOP, SETUP
@@ -57,6 +58,18 @@ def test_steps_samples_and_bytes_are_counted(lab: Lab) -> None:
     for worker in history.workers:
         per_step = worker.num_bytes / NUM_STEPS
         assert 4 * NUM_PARAMETERS <= per_step < 4 * NUM_PARAMETERS + 500  # and the message
+
+
+def test_a_loss_that_is_not_finite_is_told_with_step_and_worker(lab: Lab) -> None:
+    broken = "x = x * float('nan') if rank == 1 and len(losses) == 3 else x"
+    loop = LOOP.replace("loss = loss_fn", f"{broken}\n        loss = loss_fn")
+    history = train(lab, loop)
+    assert history.workers[1].first_nan == 4
+    assert history.workers[0].first_nan != 4
+    said = (
+        f"the loss is not finite from step 4 on, first on the samples of worker {history.workers[1].worker}"
+    )
+    assert said in describe_run(history)
 
 
 def test_k_batches_a_step_reduce_a_kth_of_the_bytes(lab: Lab) -> None:

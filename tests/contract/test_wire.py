@@ -50,7 +50,7 @@ WIRE = {
     "Failed": "error_type message traceback consequence= interrupted= at= value=",
     "Shown": "run_id worker seq entries",
     "Whereabouts": "worker run_id epoch call group number seconds line code",
-    "Measured": "worker run_id seq at steps samples loss seconds= num_bytes= drift=",
+    "Measured": "worker run_id seq at steps samples loss seconds= num_bytes= drift= first_nan=",
 }
 
 SPEC = StrategySpec(
@@ -130,6 +130,13 @@ def described(cls: type) -> str:
 
 
 # ------------------------------------------------------------------------------------------ messages
+
+
+@pytest.mark.parametrize("loss", [float("nan"), float("inf"), -float("inf"), 0.5, None])
+def test_numbers_that_json_does_not_have_arrive(loss: float | None) -> None:
+    sent = messages.Measured(worker=0, run_id="a", seq=1, at=0.0, steps=1, samples=1, loss=loss)
+    arrived = codec.decode(json.loads(json.dumps(codec.encode(sent), allow_nan=False)))
+    assert repr(arrived) == repr(sent)
 
 
 def test_the_wire_is_the_one_written_here() -> None:

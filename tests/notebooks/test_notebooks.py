@@ -1,0 +1,30 @@
+"""Every notebook runs to its end, as a person runs it; what it asserts of its numbers stands in its cells."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import nbformat
+import pytest
+from nbclient import NotebookClient
+
+NOTEBOOKS = sorted((Path(__file__).parents[2] / "notebooks").glob("*.ipynb"))
+
+pytestmark = [
+    pytest.mark.cluster,
+    # The client's own sockets: closed by its event loop some time after the kernel is gone.
+    pytest.mark.filterwarnings("ignore::ResourceWarning"),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+]
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_a_notebook_runs(path: Path, tmp_path: Path) -> None:
+    notebook = nbformat.read(path, as_version=4)
+    assert not any(cell.get("outputs") for cell in notebook.cells), "outputs are made, not kept"
+    client = NotebookClient(
+        notebook, timeout=120, kernel_name="python3", resources={"metadata": {"path": str(tmp_path)}}
+    )
+    # One cell of the quickstart fails on purpose, and says so by its tag.
+    client.execute()
+    assert any(cell.get("outputs") for cell in notebook.cells)
