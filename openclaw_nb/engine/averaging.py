@@ -23,8 +23,9 @@ from openclaw_nb.engine.measure import Publisher
 from openclaw_nb.engine.objects import Objects
 from openclaw_nb.engine.ranks import Ranks
 from openclaw_nb.engine.reducer import GradientReducer
-from openclaw_nb.engine.steps import StepEngine, StepOptions, Window, times
+from openclaw_nb.engine.steps import StepEngine, StepOptions
 from openclaw_nb.engine.sums import Layout, Sum
+from openclaw_nb.engine.window import Window, times
 
 
 class Average:

@@ -17,7 +17,6 @@ Knows models, optimizers, slices and losses; does not know cells, messages or ho
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,6 +34,7 @@ from openclaw_nb.engine.randomness import ModelStream
 from openclaw_nb.engine.ranks import Ranks
 from openclaw_nb.engine.reducer import BUCKET_BYTES, GradientReducer
 from openclaw_nb.engine.splitting import BatchSplitter
+from openclaw_nb.engine.window import Window, hold_between, times
 from openclaw_nb.plan.shares import share_bounds
 
 
@@ -124,7 +124,7 @@ class StepEngine:
         torch.autograd.backward = self._on_backward
         torch.autograd.grad = self._on_grad
         self._hold_back = [
-            _hold_between(thing, name, self._window)
+            hold_between(thing, name, self._window)
             for thing in (*self._objects.schedulers.values(), *self._objects.scalers.values())
             for name in ("step", "update", "unscale_")
             if hasattr(thing, name)
@@ -411,72 +411,6 @@ class StepEngine:
             self._weight = previous
 
 
-class Window:
-    """The batches that make one step together.
-
-    Parameters
-    ----------
-    length : int
-        How many batches a step takes.
-    """
-
-    def __init__(self, length: int) -> None:
-        self._length = length
-        self._count = 0
-        self._num_samples = 0
-        self.has_batch = False
-        self._kept: dict[int, Tensor] = {}
-        self.is_boundary = True
-
-    @property
-    def is_open(self) -> bool:
-        """Whether gradients are kept aside, so that steps do nothing now."""
-        return not self.is_boundary
-
-    @property
-    def is_empty(self) -> bool:
-        """Whether no gradient is kept aside."""
-        return not self._kept
-
-    @property
-    def factor(self) -> float:
-        """What the sum of the window's gradients, each weighted by its samples, is multiplied by."""
-        return 1.0 if self._length == 1 else 1.0 / max(1, self._num_samples)
-
-    def next_batch(self, is_last: bool) -> None:
-        """Go on to the next batch; the last one of a pass always ends its window."""
-        if self.is_boundary:
-            self._count = 0
-            if not self._kept:  # else the last batch had no backward pass, and its window goes on
-                self._num_samples = 0
-        self._count += 1
-        self.has_batch = False
-        self.is_boundary = is_last or self._count >= self._length
-
-    def weigh(self, num_samples: int) -> float:
-        """Return the batch's weight in the window and count its samples."""
-        if self._length == 1:
-            return 1.0
-        self.has_batch = True
-        self._num_samples += num_samples
-        return float(num_samples)
-
-    def keep(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Put the gradients aside."""
-        for parameter in parameters:
-            if parameter.grad is not None:
-                kept = self._kept.get(id(parameter))
-                self._kept[id(parameter)] = parameter.grad if kept is None else kept.add_(parameter.grad)
-                parameter.grad = None
-
-    def give_back(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Set the gradients that were put aside, for the boundary's own to be added to."""
-        for parameter in parameters:
-            kept = self._kept.pop(id(parameter), None)
-            if kept is not None:
-                parameter.grad = kept
-
-
 def _tensors(tree: Any) -> list[Tensor]:
     found: list[Tensor] = []
 
@@ -486,25 +420,3 @@ def _tensors(tree: Any) -> list[Tensor]:
 
     map_tensors(note, tree)
     return found
-
-
-def _hold_between(thing: Any, name: str, window: Window) -> Callable[[], None]:
-    """Let ``thing.name()`` do nothing between boundaries; return how to undo that."""
-    original = getattr(thing, name)
-    own = vars(thing).get(name)
-
-    def held(*args: Any, **kwargs: Any) -> Any:
-        return None if window.is_open else original(*args, **kwargs)
-
-    def undo() -> None:
-        delattr(thing, name) if own is None else setattr(thing, name, own)
-
-    setattr(thing, name, held)
-    return undo
-
-
-def times(gradient: Any, root: Tensor, weight: float) -> Any:
-    """Return the gradient to start backward with, times ``weight``."""
-    if weight == 1.0:
-        return gradient
-    return (torch.ones_like(root) if gradient is None else gradient) * weight
