@@ -14,8 +14,8 @@ from data_parallel import CNN, Job, Ours
 _ROUNDS = 25
 
 _SWITCH = """
-import openclaw_nb.engine.measure as measure
-from openclaw_nb.engine.clock import StepClock
+import openclaw_nb.engine.steps.measure as measure
+from openclaw_nb.engine.steps.clock import StepClock
 
 class NoClock(StepClock):
     def fetching(self, batches): return iter(batches)

@@ -37,7 +37,7 @@ from openclaw_nb.protocol.messages import (
 )
 
 if TYPE_CHECKING:
-    from openclaw_nb.engine.group import GroupService
+    from openclaw_nb.engine.group.service import GroupService
 
 _BEAT_SECONDS = 0.5
 _INTERRUPT_AGAIN_SECONDS = 0.5
@@ -108,7 +108,7 @@ class Agent:
     @property
     def _service(self) -> GroupService:
         if self._group is None:
-            from openclaw_nb.engine.group import GroupService
+            from openclaw_nb.engine.group.service import GroupService
 
             self._group = GroupService(os.environ["OPENCLAW_CLUSTER"])
         return self._group
@@ -203,16 +203,16 @@ class Agent:
         finally:
             report["num_measured"] = publisher.num_sent
         if command.compare_names:
-            from openclaw_nb.engine.names import cell_names
+            from openclaw_nb.engine.objects.names import cell_names
 
             report["names"] = variables.digests(self._shell.user_ns, cell_names(command.source).stores)
         return outcome, report
 
     async def _verify(self, command: RunCell, spec: StrategySpec) -> tuple[Outcome, dict[str, Any]]:
         """Try the cell's first steps on one device and under its strategy, and compare them."""
-        from openclaw_nb.engine.measure import SilentPublisher
         from openclaw_nb.engine.parallel.registry import ranks_of, strategy_context
-        from openclaw_nb.engine.verify import Trial, Verifier
+        from openclaw_nb.engine.steps.measure import SilentPublisher
+        from openclaw_nb.engine.verify.trial import Trial, Verifier
 
         namespace = self._shell.user_ns
 
@@ -234,7 +234,7 @@ class Agent:
             return Outcome(error, traceback.format_exception(error)), {}
 
     def _publisher(self, command: RunCell) -> Any:
-        from openclaw_nb.engine.measure import Publisher
+        from openclaw_nb.engine.steps.measure import Publisher
 
         return Publisher(self.outbox, self._kernel.engine_id, command.run_id)
 
@@ -268,9 +268,9 @@ class Agent:
     def _open_store(self) -> int:
         """Open this worker's store once torch is there; return its port, or 0 before that."""
         if not self._store_port and self._preload.ready:
-            from openclaw_nb.engine import group
+            from openclaw_nb.engine.group import service
 
-            self._store, self._store_port = group.listen(group.host_of_store())
+            self._store, self._store_port = service.listen(service.host_of_store())
         return self._store_port
 
     def _release(self, command: Release) -> Done:

@@ -21,7 +21,7 @@ class Preload:
     def _run(self) -> None:
         try:
             importlib.import_module("torch")
-            importlib.import_module("openclaw_nb.engine.group")
+            importlib.import_module("openclaw_nb.engine.group.service")
         except BaseException as error:  # noqa: BLE001 - kept for whoever waits for torch, who gets it raised
             self._error = error
             return

@@ -160,7 +160,7 @@ def test_losses_and_reductions(lab: Lab, loss: str) -> None:
 def test_a_planted_wrong_weight_fails(lab: Lab) -> None:
     """With 1/world instead of the share of samples, the uneven tail shows (150 = 4 x 32 + 22, 3 ranks)."""
     wrong = """
-from openclaw_nb.engine.steps import StepEngine
+from openclaw_nb.engine.steps.engine import StepEngine
 if not hasattr(StepEngine, "_right"): StepEngine._right = StepEngine._weight_of
 StepEngine._weight_of = lambda self, kind: 1.0
 """

@@ -59,13 +59,13 @@ def test_a_right_cell_passes(lab: Lab, setup: str) -> None:
 
 def test_a_wrong_weight_fails(lab: Lab) -> None:
     """Uneven slices weighted as if they were even: a batch of 17 has 8 and 9 samples."""
-    plant = "from openclaw_nb.engine.steps import StepEngine\nkept = StepEngine._weight_of\n"
+    plant = "from openclaw_nb.engine.steps.engine import StepEngine\nkept = StepEngine._weight_of\n"
     plant += "StepEngine._weight_of = lambda self, kind: 1.0\n"
     try:
         certificate = verify(lab, SETUP.replace("batch_size=32", "batch_size=17") + plant)
     finally:
         lab.good(
-            "from openclaw_nb.engine.steps import StepEngine\nStepEngine._weight_of = kept",
+            "from openclaw_nb.engine.steps.engine import StepEngine\nStepEngine._weight_of = kept",
             targets=range(NUM_RANKS),
         )
     assert not certificate.passed
@@ -91,9 +91,7 @@ def test_a_wrong_weight_fails(lab: Lab) -> None:
     ids=["twice the gradient", "a skipped parameter", "a thousandth too much", "a rank of its own"],
 )
 def test_planted_faults_in_the_gradients_fail(lab: Lab, fault: str, kind: str) -> None:
-    plant = (
-        "from openclaw_nb.engine.reducer import GradientReducer as reducer\nkept = reducer.set_gradients\n"
-    )
+    plant = "from openclaw_nb.engine.steps.reducer import GradientReducer as reducer\nkept = reducer.set_gradients\n"
     try:
         certificate = verify(lab, SETUP + plant + fault + "\n")
     finally:

@@ -13,8 +13,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from openclaw_nb.engine.measure import Publisher
-from openclaw_nb.engine.ranks import Ranks
+from openclaw_nb.engine.group.ranks import Ranks
+from openclaw_nb.engine.steps.measure import Publisher
 from openclaw_nb.protocol.messages import StrategySpec
 
 

@@ -6,14 +6,14 @@ import contextlib
 from collections.abc import Callable
 
 from openclaw_nb.core.errors import RefusedError
-from openclaw_nb.engine import batchnorm
-from openclaw_nb.engine.averaging import LocalSteps
-from openclaw_nb.engine.common import make_common
-from openclaw_nb.engine.loaders import LoaderSplitter
-from openclaw_nb.engine.objects import Objects, find_objects
+from openclaw_nb.engine.objects.find import Objects, find_objects
 from openclaw_nb.engine.parallel.base import CellContext, Strategy
-from openclaw_nb.engine.reducer import BUCKET_BYTES
-from openclaw_nb.engine.steps import StepEngine, StepOptions
+from openclaw_nb.engine.steps import batchnorm
+from openclaw_nb.engine.steps.averaging import LocalSteps
+from openclaw_nb.engine.steps.common import make_common
+from openclaw_nb.engine.steps.engine import StepEngine, StepOptions
+from openclaw_nb.engine.steps.loaders import LoaderSplitter
+from openclaw_nb.engine.steps.reducer import BUCKET_BYTES
 
 _LOCAL = (
     "each worker takes steps of its own, with its own loss and BatchNorm statistics; parameters are averaged every "

@@ -7,11 +7,11 @@ from contextlib import contextmanager
 from typing import Any
 
 from openclaw_nb.core.errors import GroupError, unknown_name
-from openclaw_nb.engine.group import GroupService
-from openclaw_nb.engine.measure import Publisher
+from openclaw_nb.engine.group.ranks import Ranks
+from openclaw_nb.engine.group.service import GroupService
 from openclaw_nb.engine.parallel.base import CellContext, Strategy
 from openclaw_nb.engine.parallel.data import DataParallel
-from openclaw_nb.engine.ranks import Ranks
+from openclaw_nb.engine.steps.measure import Publisher
 from openclaw_nb.protocol.messages import StrategySpec
 
 STRATEGIES: dict[str, type[Strategy]] = {"data_parallel": DataParallel}

@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from openclaw_nb.engine import gloo
-from openclaw_nb.engine.collectives import ReleasableGroup
-from openclaw_nb.engine.mesh import Mesh, connect
-from openclaw_nb.engine.sums import SharedMemory
+from openclaw_nb.engine.group import gloo
+from openclaw_nb.engine.group.collectives import ReleasableGroup
+from openclaw_nb.engine.group.mesh import Mesh, connect
+from openclaw_nb.engine.group.sums import SharedMemory
 
 LIMIT_SECONDS = 20.0
 _TAG = uuid.uuid4().hex

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from openclaw_nb.core.errors import RefusedError
-from openclaw_nb.engine.batchnorm import combine, count_batchnorms, synchronise
+from openclaw_nb.engine.steps.batchnorm import combine, count_batchnorms, synchronise
 
 SLICES = [[8], [5, 3], [7, 1], [5, 2, 1], [5, 3, 0], [0, 8, 0], [1, 1, 1]]
 EXACT = {torch.float64: 1e-12, torch.float32: 2e-5}

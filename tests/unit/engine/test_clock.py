@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from openclaw_nb.engine.clock import PERIOD_SECONDS, UNKNOWN, StepClock
+from openclaw_nb.engine.steps.clock import PERIOD_SECONDS, UNKNOWN, StepClock
 
 
 class Hand:

@@ -15,8 +15,8 @@ import torch
 from torch.distributed import distributed_c10d as c10d
 
 from openclaw_nb.core.errors import MismatchError, ReleasedError
-from openclaw_nb.engine import gloo
-from openclaw_nb.engine.collectives import PendingWork, ReleasableGroup, WaitBoard, signature
+from openclaw_nb.engine.group import gloo
+from openclaw_nb.engine.group.collectives import PendingWork, ReleasableGroup, WaitBoard, signature
 
 from .conftest import OnRanks, disband, form, on_threads
 

@@ -17,7 +17,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from openclaw_nb.engine.loss import LossKind, Recorder, Tracked, find_disagreement, map_tensors, untrack_tree
+from openclaw_nb.engine.loss.record import (
+    LossKind,
+    Recorder,
+    Tracked,
+    find_disagreement,
+    map_tensors,
+    untrack_tree,
+)
 
 N, C, T = 8, 5, 3
 MEAN, SUM, UNKNOWN = LossKind.MEAN, LossKind.SUM, LossKind.UNKNOWN

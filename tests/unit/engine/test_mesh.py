@@ -12,8 +12,8 @@ import pytest
 import torch.distributed as dist
 
 from openclaw_nb.core.errors import MismatchError
-from openclaw_nb.engine import mesh as module
-from openclaw_nb.engine.mesh import MAX_BYTES, Mesh, connect
+from openclaw_nb.engine.group import mesh as module
+from openclaw_nb.engine.group.mesh import MAX_BYTES, Mesh, connect
 
 from .conftest import connect_ranks, on_threads
 

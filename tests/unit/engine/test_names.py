@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from openclaw_nb.engine.names import Build, cell_builds, cell_names
+from openclaw_nb.engine.objects.names import Build, cell_builds, cell_names
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from openclaw_nb.core.errors import RefusedError, UnknownNameError
-from openclaw_nb.engine.names import Build
-from openclaw_nb.engine.objects import find_objects
+from openclaw_nb.engine.objects.find import find_objects
+from openclaw_nb.engine.objects.names import Build
 
 SETUP = """
 import copy, functools, types

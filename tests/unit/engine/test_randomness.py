@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, TensorDataset
 
-from openclaw_nb.engine import randomness
-from openclaw_nb.engine.randomness import ModelStream
+from openclaw_nb.engine.steps import randomness
+from openclaw_nb.engine.steps.randomness import ModelStream
 
 DATA = TensorDataset(torch.arange(10))
 

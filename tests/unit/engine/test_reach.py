@@ -8,8 +8,8 @@ import types
 
 import pytest
 
-from openclaw_nb.engine import reach
-from openclaw_nb.engine.reach import look_up, reachable
+from openclaw_nb.engine.objects import reach
+from openclaw_nb.engine.objects.reach import look_up, reachable
 
 
 def notebook(source="", **names):

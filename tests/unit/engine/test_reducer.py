@@ -14,8 +14,8 @@ import torch
 from torch import nn
 
 from openclaw_nb.core.errors import MismatchError
-from openclaw_nb.engine.ranks import Ranks
-from openclaw_nb.engine.reducer import GradientReducer
+from openclaw_nb.engine.group.ranks import Ranks
+from openclaw_nb.engine.steps.reducer import GradientReducer
 
 from .conftest import OnRanks, disband, form, on_threads, share_memory
 

@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from openclaw_nb.core.errors import RefusedError
-from openclaw_nb.engine.collectives import ReleasableGroup
-from openclaw_nb.engine.ranks import Ranks
-from openclaw_nb.engine.splitting import BatchSplitter
+from openclaw_nb.engine.group.collectives import ReleasableGroup
+from openclaw_nb.engine.group.ranks import Ranks
+from openclaw_nb.engine.steps.splitting import BatchSplitter
 
 from .conftest import OnRanks
 

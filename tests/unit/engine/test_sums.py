@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from openclaw_nb.core.errors import MismatchError, ReleasedError
-from openclaw_nb.engine import sums as module
-from openclaw_nb.engine.collectives import ReleasableGroup
-from openclaw_nb.engine.sums import BackendSum, Layout, SharedMemory, SharedSum, make_sums
+from openclaw_nb.engine.group import sums as module
+from openclaw_nb.engine.group.collectives import ReleasableGroup
+from openclaw_nb.engine.group.sums import BackendSum, Layout, SharedMemory, SharedSum, make_sums
 
 from .conftest import disband, form, on_threads, share_memory
 

@@ -6,7 +6,7 @@
                                   PendingWork.wait  <── done ── gloo / nccl
 
 The caller waits in Python on a `PendingWork`, never inside the backend, so that `ReleasableGroup.release`
-or a signal ends the wait at once. The backend's own thread is left to the group's undertaker (`group`).
+or a signal ends the wait at once. The backend's own thread is left to the group's undertaker (`service`).
 
 Knows torch's process groups; does not know cells, ranks of the cluster or why a group is released.
 """
@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from openclaw_nb.core.errors import MismatchError, OpenClawError, ReleasedError
-from openclaw_nb.engine.point_to_point import Post
+from openclaw_nb.engine.group.point_to_point import Post
 
 # torch's stubs describe how its base classes are called from outside, not what a subclass overrides.
 _Work: Any = dist.Work

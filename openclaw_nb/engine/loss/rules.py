@@ -1,7 +1,7 @@
 """Rules that refuse a loss whatever this batch's numbers show, because another batch's would show otherwise.
 
 Knows: losses of torch that divide by what they count, and values that reach a loss beside the model's
-outputs. Does not know how a loss is replayed; a loss that passes is still compared numerically (`loss_kind`).
+outputs. Does not know how a loss is replayed; a loss that passes is still compared numerically (`kind`).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from openclaw_nb.engine.loss_ops import Op, RefusedTail, counted_labels, plain_tensors
+from openclaw_nb.engine.loss.ops import Op, RefusedTail, counted_labels, plain_tensors
 
 
 def refuse_by_rule(ops: list[Op], num_samples: int) -> None:

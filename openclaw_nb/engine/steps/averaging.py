@@ -18,14 +18,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from openclaw_nb.engine.loaders import Slice
-from openclaw_nb.engine.measure import Publisher
-from openclaw_nb.engine.objects import Objects
-from openclaw_nb.engine.ranks import Ranks
-from openclaw_nb.engine.reducer import GradientReducer
-from openclaw_nb.engine.steps import StepEngine, StepOptions
-from openclaw_nb.engine.sums import Layout, Sum
-from openclaw_nb.engine.window import Window, times
+from openclaw_nb.engine.group.ranks import Ranks
+from openclaw_nb.engine.group.sums import Layout, Sum
+from openclaw_nb.engine.objects.find import Objects
+from openclaw_nb.engine.steps.engine import StepEngine, StepOptions
+from openclaw_nb.engine.steps.loaders import Slice
+from openclaw_nb.engine.steps.measure import Publisher
+from openclaw_nb.engine.steps.reducer import GradientReducer
+from openclaw_nb.engine.steps.window import Window, times
 
 
 class Average:

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from openclaw_nb.engine.records import Step
+from openclaw_nb.engine.verify.records import Step
 
 ROUNDING_FACTOR = 20.0
 _SMALL = 1e-3

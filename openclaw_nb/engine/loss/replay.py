@@ -4,7 +4,7 @@ Knows: how arguments are cut to the samples, and what may be doubted. A size suc
 ``logits.view(512, 10)`` may or may not stand for the batch, a tensor of as many entries as there are samples
 may be labels or class weights. Every doubt is a `Choice` with the likeliest option first.
 
-Does not know: which options are right. `loss_kind` tries them: a wrong one fails or gives unrelated numbers.
+Does not know: which options are right. `kind` tries them: a wrong one fails or gives unrelated numbers.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from openclaw_nb.engine.loss_ops import (
+from openclaw_nb.engine.loss.ops import (
     MULTIPLYING,
     Op,
     RefusedTail,

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from openclaw_nb.core.errors import RefusedError
-from openclaw_nb.engine import randomness
+from openclaw_nb.engine.steps import randomness
 
 _HAVE_STATE = (torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler, torch.amp.GradScaler)
 # What gives each value once: there is no way to ask for its position.

@@ -5,7 +5,7 @@ Knows: the numerical test, on two different splits of the rows into A (a rows) a
     mean:  L(A and B) = (a L(A) + b L(B)) / (a + b)        sum:  L(A and B) = L(A) + L(B)
 
 The real data come first; other outputs and other masks must then agree, so that a lucky batch (all samples
-equal, nothing masked) decides nothing. Does not know how a loss is run on some rows (`loss_replay`).
+equal, nothing masked) decides nothing. Does not know how a loss is run on some rows (`replay`).
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from openclaw_nb.engine.loss_ops import Op, RefusedTail
-from openclaw_nb.engine.loss_replay import Picked, Replay, Rows, unchanged
-from openclaw_nb.engine.loss_rules import refuse_by_rule
+from openclaw_nb.engine.loss.ops import Op, RefusedTail
+from openclaw_nb.engine.loss.replay import Picked, Replay, Rows, unchanged
+from openclaw_nb.engine.loss.rules import refuse_by_rule
 
 # float64 keeps 1e-16 of each term, about 1e-13 of a sum over a million of them; a step that casts to float32
 # inside a function keeps 1e-7. A loss of another kind is off by far more than 1e-6.
@@ -71,7 +71,7 @@ def decide(ops: list[Op], num_samples: int) -> LossKind:
     Parameters
     ----------
     ops : list of Op
-        What the result needs, in order (see `loss_ops.ancestors`).
+        What the result needs, in order (see `ops.ancestors`).
     num_samples : int
         Samples of the batch that the model outputs were computed on.
 

@@ -24,9 +24,9 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
 from openclaw_nb.core.errors import RefusedError
-from openclaw_nb.engine.model_checks import check_model, check_optimizer, describe
-from openclaw_nb.engine.names import Build
-from openclaw_nb.engine.scene import Scene, plain
+from openclaw_nb.engine.objects.checks import check_model, check_optimizer, describe
+from openclaw_nb.engine.objects.names import Build
+from openclaw_nb.engine.objects.scene import Scene, plain
 
 _OWN_CELL = "build it in a cell of its own that runs on the workers first"
 

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from openclaw_nb.engine import randomness
-from openclaw_nb.engine.objects import Objects
-from openclaw_nb.engine.ranks import Ranks
+from openclaw_nb.engine.group.ranks import Ranks
+from openclaw_nb.engine.objects.find import Objects
+from openclaw_nb.engine.steps import randomness
 from openclaw_nb.engine.variables import digest
 
 

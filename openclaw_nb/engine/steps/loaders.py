@@ -20,8 +20,8 @@ from typing import Any
 from torch.utils.data import DataLoader, IterableDataset
 
 from openclaw_nb.core.errors import RefusedError
-from openclaw_nb.engine import randomness
-from openclaw_nb.engine.ranks import Ranks
+from openclaw_nb.engine.group.ranks import Ranks
+from openclaw_nb.engine.steps import randomness
 from openclaw_nb.plan.shares import share_bounds
 
 _WHOLE_BATCH = "use --split model, under which every rank draws the whole batch and the model call is split"

@@ -19,9 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from openclaw_nb.engine.collectives import PendingWork
-from openclaw_nb.engine.ranks import Ranks
-from openclaw_nb.engine.sums import Layout, Sum
+from openclaw_nb.engine.group.collectives import PendingWork
+from openclaw_nb.engine.group.ranks import Ranks
+from openclaw_nb.engine.group.sums import Layout, Sum
 
 BUCKET_BYTES = 25 * 1024 * 1024
 # The first bucket is small, so that there is something to send early in the backward pass.

@@ -22,17 +22,17 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from openclaw_nb.core.errors import RefusedError
-from openclaw_nb.engine import batchnorm
 from openclaw_nb.engine.cell import Outcome
-from openclaw_nb.engine.common import make_common
-from openclaw_nb.engine.compare import certificate
-from openclaw_nb.engine.loaders import MergedBatches, twin
-from openclaw_nb.engine.loss import map_tensors
-from openclaw_nb.engine.names import cell_names
-from openclaw_nb.engine.objects import Objects, find_objects
-from openclaw_nb.engine.ranks import Ranks
-from openclaw_nb.engine.records import Step, StepRecorder, StepsDone
-from openclaw_nb.engine.snapshot import Snapshot, modules_in
+from openclaw_nb.engine.group.ranks import Ranks
+from openclaw_nb.engine.loss.record import map_tensors
+from openclaw_nb.engine.objects.find import Objects, find_objects
+from openclaw_nb.engine.objects.names import cell_names
+from openclaw_nb.engine.steps import batchnorm
+from openclaw_nb.engine.steps.common import make_common
+from openclaw_nb.engine.steps.loaders import MergedBatches, twin
+from openclaw_nb.engine.verify.compare import certificate
+from openclaw_nb.engine.verify.records import Step, StepRecorder, StepsDone
+from openclaw_nb.engine.verify.snapshot import Snapshot, modules_in
 from openclaw_nb.protocol.messages import StrategySpec
 
 Run = Callable[[contextlib.AbstractContextManager[None]], Awaitable[Outcome]]

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 import time
 
-from openclaw_nb.engine.clock import StepClock
 from openclaw_nb.engine.outbox import Outbox
+from openclaw_nb.engine.steps.clock import StepClock
 from openclaw_nb.protocol.messages import Measured
 
 _INTERVAL_SECONDS = 0.2

@@ -5,7 +5,7 @@
         └─ one vector, summed over the ranks with the gradients ─> verdict, global values
 
 The vector has fixed length, so that ranks that took different paths still make the same collective call.
-Knows the vector's layout and the arithmetic; `loss` finds the kinds, `reducer` sums the vector.
+Knows the vector's layout and the arithmetic; `record` and `kind` find the kinds, the step engine sums the vector.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from openclaw_nb.core.errors import RefusedError
-from openclaw_nb.engine.loss import LossKind, Recorder, find_disagreement
+from openclaw_nb.engine.loss.record import LossKind, Recorder, find_disagreement
 
 MAX_SCALARS = 16
 MAX_CONSTANTS = 6

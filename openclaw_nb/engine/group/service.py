@@ -25,10 +25,10 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from openclaw_nb.core.errors import GroupError, ReleasedError
-from openclaw_nb.engine import gloo
-from openclaw_nb.engine.collectives import ReleasableGroup, Wait
-from openclaw_nb.engine.mesh import Mesh, connect
-from openclaw_nb.engine.sums import SharedMemory
+from openclaw_nb.engine.group import gloo
+from openclaw_nb.engine.group.collectives import ReleasableGroup, Wait
+from openclaw_nb.engine.group.mesh import Mesh, connect
+from openclaw_nb.engine.group.sums import SharedMemory
 from openclaw_nb.protocol.messages import FormGroup
 
 _T = TypeVar("_T")

@@ -29,8 +29,8 @@ from torch import Tensor
 
 from openclaw_nb.core.errors import MismatchError
 from openclaw_nb.core.host import available_memory_bytes
-from openclaw_nb.engine.collectives import PendingWork, ReleasableGroup, signature
-from openclaw_nb.engine.mesh import Mesh
+from openclaw_nb.engine.group.collectives import PendingWork, ReleasableGroup, signature
+from openclaw_nb.engine.group.mesh import Mesh
 
 _NUM_TURNS = 2
 _ALIGNMENT = 64  # bytes of a cache line: ranks do not write into each other's

@@ -17,7 +17,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from types import FunctionType, MethodType, ModuleType, SimpleNamespace
 from typing import Any
 
-from openclaw_nb.engine.names import code_reads
+from openclaw_nb.engine.objects.names import code_reads
 
 MAX_DEPTH = 3
 """Attributes and items are followed this many steps away from a name."""

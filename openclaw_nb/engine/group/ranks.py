@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
-from openclaw_nb.engine.collectives import ReleasableGroup, signature
-from openclaw_nb.engine.mesh import MAX_BYTES, Mesh
-from openclaw_nb.engine.sums import BackendSum, Layout, SharedMemory, Sum, make_sums
+from openclaw_nb.engine.group.collectives import ReleasableGroup, signature
+from openclaw_nb.engine.group.mesh import MAX_BYTES, Mesh
+from openclaw_nb.engine.group.sums import BackendSum, Layout, SharedMemory, Sum, make_sums
 
 
 class Ranks:

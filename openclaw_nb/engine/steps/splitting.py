@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from openclaw_nb.core.errors import RefusedError
-from openclaw_nb.engine.loss import map_tensors
-from openclaw_nb.engine.ranks import Ranks
+from openclaw_nb.engine.group.ranks import Ranks
+from openclaw_nb.engine.loss.record import map_tensors
 from openclaw_nb.plan.shares import share_bounds
 
 

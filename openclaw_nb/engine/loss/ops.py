@@ -1,8 +1,8 @@
 """Recorded operations: what is kept of each, and what can be read off it.
 
 Knows: the shape of a record, torch's names for functions that write, divide or count labels. Does not know
-how records are made (`openclaw_nb.engine.loss`), run again (`loss_replay`) or judged (`loss_rules`,
-`loss_kind`).
+how records are made (`openclaw_nb.engine.loss.record`), run again (`replay`) or judged (`rules`,
+`kind`).
 """
 
 from __future__ import annotations

@@ -15,8 +15,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from openclaw_nb.core.errors import RefusedError, unknown_name
-from openclaw_nb.engine.names import Build, CellBuilds, CellNames, cell_builds, cell_names
-from openclaw_nb.engine.reach import look_up, reachable
+from openclaw_nb.engine.objects.names import Build, CellBuilds, CellNames, cell_builds, cell_names
+from openclaw_nb.engine.objects.reach import look_up, reachable
 
 T = TypeVar("T")
 

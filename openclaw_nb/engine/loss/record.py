@@ -2,7 +2,7 @@
 
 Knows: how to follow tensors from the model to the loss (`Tracked`), which operations led there (`Recorder`),
 and which single numbers the cell made on the way, so that they can be given their global values. What the
-operations say about the loss is found by `loss_kind`. Does not know ranks, or when a step begins and ends::
+operations say about the loss is found by `kind`. Does not know ranks, or when a step begins and ends::
 
     forward hook    out = recorder.track(out)
     backward        kind = recorder.classify(loss, n)
@@ -30,8 +30,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from openclaw_nb.engine.loss_kind import LossKind, decide
-from openclaw_nb.engine.loss_ops import (
+from openclaw_nb.engine.loss.kind import LossKind, decide
+from openclaw_nb.engine.loss.ops import (
     Function,
     Op,
     ancestors,

@@ -24,17 +24,17 @@ import torch
 from torch import Tensor, nn
 
 from openclaw_nb.core.errors import RefusedError
-from openclaw_nb.engine import kinds
-from openclaw_nb.engine.kinds import KindCache, Vote
-from openclaw_nb.engine.loaders import Slice
-from openclaw_nb.engine.loss import LossKind, Recorder, map_tensors, untrack_tree
-from openclaw_nb.engine.measure import Publisher
-from openclaw_nb.engine.objects import Objects
-from openclaw_nb.engine.randomness import ModelStream
-from openclaw_nb.engine.ranks import Ranks
-from openclaw_nb.engine.reducer import BUCKET_BYTES, GradientReducer
-from openclaw_nb.engine.splitting import BatchSplitter
-from openclaw_nb.engine.window import Window, hold_between, times
+from openclaw_nb.engine.group.ranks import Ranks
+from openclaw_nb.engine.loss import votes
+from openclaw_nb.engine.loss.record import LossKind, Recorder, map_tensors, untrack_tree
+from openclaw_nb.engine.loss.votes import KindCache, Vote
+from openclaw_nb.engine.objects.find import Objects
+from openclaw_nb.engine.steps.loaders import Slice
+from openclaw_nb.engine.steps.measure import Publisher
+from openclaw_nb.engine.steps.randomness import ModelStream
+from openclaw_nb.engine.steps.reducer import BUCKET_BYTES, GradientReducer
+from openclaw_nb.engine.steps.splitting import BatchSplitter
+from openclaw_nb.engine.steps.window import Window, hold_between, times
 from openclaw_nb.plan.shares import share_bounds
 
 
@@ -148,7 +148,7 @@ class StepEngine:
     def _new_reducer(self) -> GradientReducer:
         found = {id(p): p for model in self._objects.models.values() for p in model.parameters()}
         self._parameters = list(found.values())
-        size = kinds.message_size(self._ranks.size)
+        size = votes.message_size(self._ranks.size)
         return GradientReducer(
             self._parameters, self._ranks, message_size=size, bucket_bytes=self._options.bucket_bytes
         )
@@ -272,7 +272,7 @@ class StepEngine:
         if boundary:
             self._window.give_back(self._reducer.parameters)
             arrival = self._clock.tell()
-            message = kinds.pack(vote, self._ranks.rank, self._ranks.size, self._num_local(), arrival)
+            message = votes.pack(vote, self._ranks.rank, self._ranks.size, self._num_local(), arrival)
             self._reducer.begin(self._window.factor / self._ranks.size, message)
         try:
             self._backward(root, given, retain_graph)
@@ -318,7 +318,7 @@ class StepEngine:
             total = self._reducer.finish()
         finally:
             self._clock.leave()
-        self._clock.settle(kinds.arrivals(total, self._ranks.size))
+        self._clock.settle(votes.arrivals(total, self._ranks.size))
         if self._reducer.repeated and self._ranks.size > 1:
             self._reducer.drop_gradients()
             raise RefusedError(
@@ -326,13 +326,13 @@ class StepEngine:
                 "that share weights?). Use torch.utils.checkpoint with use_reentrant=False."
             )
         try:
-            kinds.check(total, vote, self._ranks.size, self._shares())
+            votes.check(total, vote, self._ranks.size, self._shares())
         except RefusedError:
             self._reducer.drop_gradients()
             raise
         self._reducer.set_gradients()
         own = float(root.detach())
-        for scalar, value in kinds.global_values(total, vote) if self._splitter is None else ():
+        for scalar, value in votes.global_values(total, vote) if self._splitter is None else ():
             scalar.data.fill_(value)
         self._publisher.batch(self._num_local())
         self._publisher.step(float(root.detach()), own, self._reducer.num_bytes)

@@ -1,0 +1,1 @@
+"""Which model, optimizer and loader a cell trains with."""

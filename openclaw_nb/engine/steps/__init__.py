@@ -1,0 +1,1 @@
+"""The step engine: batches, weights, gradients and averages of a strategy cell."""
