@@ -10,6 +10,7 @@ import json
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
+from typing import Any
 
 from openclaw_nb._version import __version__
 from openclaw_nb.core.errors import OpenClawError, UsageError
@@ -75,5 +76,11 @@ def _list(options: argparse.Namespace) -> str:
         return json.dumps(notes, indent=2)
     if not notes:
         return "No cluster runs on this host."
-    rows = ((note["name"], str(note["owner_pid"]), "runs" if note["alive"] else "is gone") for note in notes)
+    rows = ((note["name"], str(note["owner_pid"]), _owner_state(note)) for note in notes)
     return aligned([("name", "owner", "owner's process"), *rows])
+
+
+def _owner_state(note: dict[str, Any]) -> str:
+    if note["detached"]:
+        return "has detached"
+    return "runs" if note["alive"] else "is gone"

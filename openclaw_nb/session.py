@@ -92,15 +92,11 @@ class Session:
             When processes do not come up; all are ended.
         """
         with self._lock:
-            if self.cluster is not None:
-                running = self.cluster.master
-                raise AlreadyStartedError(
-                    f"The cluster {running.name!r} runs already, with {len(running.workers)} workers. "
-                    "Use it, or end it first (%openclaw stop)."
-                )
+            self._check_none_runs()
             devices = _choose(cluster)
             self._stop_at_exit()
-            master = MasterNode(name=cluster.name, backend=cluster.communication)
+            lease = cluster.lease_seconds
+            master = MasterNode(name=cluster.name, backend=cluster.communication, lease_seconds=lease)
             try:
                 master.start()
                 master.start_workers(devices, progress)
@@ -110,6 +106,43 @@ class Session:
             master.listen(self.monitor.take)
             self._cluster = cluster
             return master
+
+    def attach(self, cluster: OpenClawCluster, name: str | None) -> MasterNode:
+        """Take over a cluster that runs without an owner; see `MasterNode.attach`.
+
+        Raises
+        ------
+        AlreadyStartedError
+            When this process has a cluster; it goes on.
+        """
+        with self._lock:
+            self._check_none_runs()
+            self._stop_at_exit()
+            master = MasterNode.attach(name, lease_seconds=cluster.lease_seconds)
+            master.listen(self.monitor.take)
+            self._cluster = cluster
+            return master
+
+    def detach(self) -> str:
+        """Leave the cluster running without an owner; return its name.
+
+        Raises
+        ------
+        NotStartedError
+            When none runs.
+        """
+        master = self.master
+        master.detach()
+        self._cluster = None
+        return master.name
+
+    def _check_none_runs(self) -> None:
+        if self.cluster is not None:
+            running = self.cluster.master
+            raise AlreadyStartedError(
+                f"The cluster {running.name!r} runs already, with {len(running.workers)} workers. "
+                "Use it, or end it first (%openclaw stop)."
+            )
 
     def stop(self) -> int:
         """End the cluster; return how many processes were ended.
@@ -149,6 +182,8 @@ class OpenClawCluster:
         What the process group communicates with.
     oversubscribe : bool
         Start also with more workers than devices, or little memory, as with ``OPENCLAW_OVERSUBSCRIBE=1``.
+    lease_seconds : float
+        How long the workers wait for a new owner (`attach`) when this process ends without `stop` or `detach`.
 
     Examples
     --------
@@ -165,7 +200,9 @@ class OpenClawCluster:
         name: str | None = None,
         communication: str = "auto",
         oversubscribe: bool = False,
+        lease_seconds: float = 0.0,
     ) -> None:
+        self.lease_seconds = lease_seconds
         self.workers = workers
         self.devices = devices
         self.name = name
@@ -177,6 +214,25 @@ class OpenClawCluster:
         """Start the workers and form their process group; see `Session.start`."""
         self._master = current_session().start(self, progress)
         return self
+
+    @classmethod
+    def attach(cls, name: str | None = None, *, lease_seconds: float = 0.0) -> OpenClawCluster:
+        """Take over a cluster that runs without an owner, with its variables.
+
+        Parameters
+        ----------
+        name : str, optional
+            Which; not needed where there is one.
+        lease_seconds : float
+            As for `OpenClawCluster`.
+        """
+        cluster = cls(name=name, lease_seconds=lease_seconds)
+        cluster._master = current_session().attach(cluster, name)
+        return cluster
+
+    def detach(self) -> None:
+        """Leave the workers running without an owner, until somebody attaches to them."""
+        self.master.detach()
 
     @property
     def running(self) -> bool:

@@ -2,6 +2,7 @@
 
     <jupyter runtime dir>/openclaw/<name>/     profile directory of ipyparallel, mode 0700
         openclaw-cluster.json                  who owns the cluster
+        state.json                             what a new owner needs to take it over
     /dev/shm/openclaw-<id>/                    variables on their way (made when first needed)
 
 Knows paths and what is written there; does not know processes beyond whether an owner still lives.
@@ -9,6 +10,8 @@ Knows paths and what is written there; does not know processes beyond whether an
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import json
 import os
 import re
@@ -18,10 +21,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from openclaw_nb._version import __version__
 from openclaw_nb.cluster.guardian import MARKER_FILE
-from openclaw_nb.core.errors import AlreadyStartedError, UsageError
+from openclaw_nb.cluster.ownership import processes_of
+from openclaw_nb.core.errors import AlreadyStartedError, UsageError, unknown_name
 
 _SHARED_MEMORY = Path("/dev/shm")
+_STATE_FILE = "state.json"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
 
 
@@ -85,17 +91,51 @@ class ClusterFiles:
             ) from error
         return files
 
-    def _write_note(self, name: str) -> None:
+    @classmethod
+    def take_over(cls, name: str | None) -> tuple[ClusterFiles, dict[str, Any]]:
+        """Make a cluster without an owner this process's; return its files and what `save_state` has written.
+
+        Parameters
+        ----------
+        name : str or None
+            Which; not needed where there is one.
+
+        Raises
+        ------
+        UsageError
+            When there is none, several, or it belongs to another version of this package.
+        AlreadyStartedError
+            When another process owns it.
+        """
+        note = _choose(name)
+        path = Path(note["directory"])
+        with open(path / MARKER_FILE) as file:
+            fcntl.flock(file, fcntl.LOCK_EX)  # of two that come at once, one finds the other's name
+            note = {**json.loads((path / MARKER_FILE).read_text()), "directory": str(path)}
+            _check_free(note)
+            files = cls(str(path), note["cluster_id"])
+            files._write_note(note["name"])
+        return files, json.loads((path / _STATE_FILE).read_text())
+
+    def _write_note(self, name: str, *, detached: bool = False) -> None:
         note = {
             "cluster_id": self.cluster_id,
             "name": name,
+            "version": __version__,
             "owner_pid": os.getpid(),
             "owner_started": process_start(os.getpid()),
-            "started": time.time(),
+            "detached": detached,
+            "written": time.time(),
         }
-        path = Path(self.directory) / MARKER_FILE
-        path.touch(mode=0o600)
-        path.write_text(json.dumps(note))
+        _write_private(Path(self.directory) / MARKER_FILE, note)
+
+    def save_state(self, state: dict[str, Any]) -> None:
+        """Keep what a new owner needs."""
+        _write_private(Path(self.directory) / _STATE_FILE, state)
+
+    def let_go(self, name: str) -> None:
+        """Note that nobody owns the cluster from now on."""
+        self._write_note(name, detached=True)
 
     def exchange(self) -> str:
         """Return the folder for variables on their way, in shared memory where there is some."""
@@ -110,8 +150,20 @@ class ClusterFiles:
         shutil.rmtree(_SHARED_MEMORY / f"openclaw-{self.cluster_id}", ignore_errors=True)
 
 
+def _write_private(path: Path, content: dict[str, Any]) -> None:
+    """Replace a file as a whole; it is this user's alone."""
+    new = path.with_suffix(".new")
+    descriptor = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    with os.fdopen(descriptor, "w") as file:
+        json.dump(content, file)
+    os.replace(new, path)
+
+
 def read_notes() -> list[dict[str, Any]]:
-    """Return the note of each cluster of this user, with ``alive`` telling whether its owner runs."""
+    """Return the note of each cluster of this user.
+
+    ``alive`` tells whether its owner runs, ``runs`` whether any process of it does.
+    """
     notes = []
     for path in sorted(runtime_directory().glob(f"*/{MARKER_FILE}")):
         try:
@@ -120,16 +172,51 @@ def read_notes() -> list[dict[str, Any]]:
             continue
         start = process_start(note["owner_pid"])
         note["alive"] = start is not None and abs(start - note["owner_started"]) < 1
+        note = {"detached": False, "version": "an earlier", **note}
+        note["runs"] = False
+        with contextlib.suppress(UsageError):  # not an id: somebody else has written the file
+            note["runs"] = bool(processes_of(note["cluster_id"]))
         note["directory"] = str(path.parent)
         notes.append(note)
     return notes
 
 
+def _choose(name: str | None) -> dict[str, Any]:
+    running = {note["name"]: note for note in read_notes() if note["runs"]}
+    if name is not None:
+        if name not in running:
+            raise unknown_name("cluster", name, running)
+        return running[name]
+    free = [note for note in running.values() if note["detached"] or not note["alive"]]
+    if len(free) != 1:
+        what = "Several clusters wait" if free else "No cluster waits"
+        names = ", ".join(note["name"] for note in free or running.values()) or "none"
+        raise UsageError(f"{what} for an owner. Say which: %openclaw attach NAME. Those that run: {names}.")
+    return free[0]
+
+
+def _check_free(note: dict[str, Any]) -> None:
+    start = process_start(note["owner_pid"])
+    owned = start is not None and abs(start - note["owner_started"]) < 1 and not note["detached"]
+    if owned:
+        raise AlreadyStartedError(
+            f"The cluster {note['name']!r} belongs to process {note['owner_pid']}, which is running. Detach it there "
+            "(%openclaw detach), or end that notebook's kernel."
+        )
+    if note["version"] != __version__:
+        raise UsageError(
+            f"The cluster {note['name']!r} was started by version {note['version']} of openclaw_nb, and this is "
+            f"{__version__}. Use that version, or end the cluster's processes and start a new one."
+        )
+
+
 def _clear_stale(path: Path, name: str) -> None:
     """Remove the directory of a cluster of this name whose owner is gone."""
     note = next((n for n in read_notes() if n["directory"] == str(path)), None)
-    if note is not None and note["alive"]:
+    if note is not None and note["alive"] and not note["detached"]:
         raise AlreadyStartedError(f"A cluster named {name!r} runs already (owner pid {note['owner_pid']}).")
+    if note is not None and note["runs"]:
+        raise AlreadyStartedError(f"A cluster named {name!r} runs already: %openclaw attach {name}.")
     if note is not None:
         shutil.rmtree(path, ignore_errors=True)
     elif path.exists():

@@ -92,6 +92,26 @@ class Door:
         )
         self._cluster.start_controller_sync(environment=self._environment)
 
+    def find_controller(self) -> None:
+        """Find the controller and the engines that another process has started.
+
+        Raises
+        ------
+        StartError
+            When the controller is gone.
+        """
+        import ipyparallel
+
+        try:
+            self._cluster = ipyparallel.Cluster.from_file(
+                profile_dir=self._directory, cluster_id=self._cluster_id, log_level=logging.CRITICAL
+            )
+        except Exception as error:
+            # ipyparallel raises its own and bare exceptions for files and processes that are gone.
+            raise StartError(f"The cluster's controller is gone: {error}") from error
+        self._cluster.shutdown_atexit = False
+        self._cluster.send_engines_connection_env = False
+
     def start_engine(self, worker: int, environment: Mapping[str, str], host: str) -> None:
         """Start one engine that will register as number ``worker``."""
         self._engine_sets[worker] = self._cluster.start_engines_sync(

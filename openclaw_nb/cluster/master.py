@@ -52,6 +52,8 @@ class MasterNode:
         Name of the cluster, for ``%openclaw list``; made up when not given.
     backend : {"auto", "nccl", "gloo"}
         What the process group communicates with; ``auto`` takes nccl where every worker can.
+    lease_seconds : float
+        How long the workers wait for a new owner (`attach`) when this process ends without `stop` or `detach`.
 
     Examples
     --------
@@ -60,7 +62,14 @@ class MasterNode:
     ...     result = master.run_cell("print(rank)").wait()
     """
 
-    def __init__(self, host: str = "127.0.0.1", *, name: str | None = None, backend: str = "auto") -> None:
+    def __init__(
+        self,
+        host: str = "127.0.0.1",
+        *,
+        name: str | None = None,
+        backend: str = "auto",
+        lease_seconds: float = 0.0,
+    ) -> None:
         if not host.startswith("127.") and host != "localhost":
             raise UsageError(
                 f"host={host!r}: only loopback (127.0.0.1) is supported; workers run on this host."
@@ -71,6 +80,7 @@ class MasterNode:
         self.cluster_id = new_cluster_id()
         self.name = name or f"cluster-{self.cluster_id[:6]}"
         self._backend = backend
+        self._lease_seconds = lease_seconds
         self._door: Door | None = None
         self._membership: Membership | None = None
         self._files: ClusterFiles | None = None
@@ -81,6 +91,7 @@ class MasterNode:
         self._lock = threading.Lock()
         self._listeners: list[Callable[[Event], None]] = []
         self._run_count = 0
+        self._run_prefix = new_cluster_id()[:8]  # another owner of the cluster may have counted runs before
         self.last_run: CellRun | None = None
 
     # --------------------------------------------------------------------------------- start, stop
@@ -97,24 +108,68 @@ class MasterNode:
         """
         if self._door is not None:
             raise AlreadyStartedError(f"The cluster {self.name!r} runs already.")
-        self._files = ClusterFiles.create(self.cluster_id, self.name)
-        self._guardian = Guardian.start(self.cluster_id, self._files.directory)
+        self._own(ClusterFiles.create(self.cluster_id, self.name)).start_controller(self.host)
+        return self
+
+    def _own(self, files: ClusterFiles) -> Door:
+        """Watch over a cluster's processes and make what it takes to reach them."""
+        self._files = files
+        lease = self._lease_seconds
+        self._guardian = Guardian.start(self.cluster_id, files.directory, lease_seconds=lease)
         self._door = Door(
-            self._files.directory,
+            files.directory,
             self.name,
             {CLUSTER_VARIABLE: self.cluster_id},
             on_event=self._on_event,
             on_joined=self._on_joined,
             on_died=self._on_died,
         )
-        try:
-            self._door.start_controller(self.host)
-        except BaseException:
-            self.stop()
-            raise
         self._membership = Membership(self._door, self.host, self._backend)
-        self._exchange = Exchange(self._door, self._files.exchange)
-        return self
+        self._exchange = Exchange(self._door, files.exchange)
+        return self._door
+
+    @classmethod
+    def attach(cls, name: str | None = None, *, lease_seconds: float = 0.0) -> MasterNode:
+        """Take over a cluster that runs without an owner: one that was detached, or whose kernel ended in its lease.
+
+        Parameters
+        ----------
+        name : str, optional
+            Which; not needed where there is one.
+        lease_seconds : float
+            As for `MasterNode`.
+
+        Raises
+        ------
+        UsageError, AlreadyStartedError, StartError
+            When there is none to be taken over.
+        """
+        files, state = ClusterFiles.take_over(name)
+        master = cls(state["host"], name=state["name"], backend=state["backend"], lease_seconds=lease_seconds)
+        master.cluster_id = files.cluster_id
+        door = master._own(files)
+        try:
+            door.find_controller()
+            master._members.take_over([Device(**device) for device in state["devices"]])
+        except BaseException:
+            master.detach()  # what runs there may be worth keeping
+            raise
+        return master
+
+    def detach(self) -> None:
+        """Leave the cluster running, without an owner, until somebody attaches to it; a cell that runs goes on."""
+        self._members.close()
+        files, guardian, door = self._files, self._guardian, self._door
+        assert files is not None
+        assert guardian is not None
+        assert door is not None
+        files.let_go(self.name)
+        door.close()
+        guardian.detach()
+        self._forget()
+
+    def _forget(self) -> None:
+        self._door = self._membership = self._files = self._guardian = self._exchange = None
 
     def start_workers(self, devices: Sequence[Device], progress: Progress | None = None) -> list[Worker]:
         """Start one worker a device and form the process group.
@@ -132,10 +187,13 @@ class MasterNode:
             When a process does not come up; everything started is ended.
         """
         try:
-            return self._members.start(devices, progress)
+            workers = self._members.start(devices, progress)
         except BaseException:
             self.stop()
             raise
+        assert self._files is not None
+        self._files.save_state({"name": self.name, **self._members.state()})
+        return workers
 
     def stop(self) -> int:
         """End every process of the cluster and remove its files.
@@ -157,7 +215,7 @@ class MasterNode:
             self._files.remove()
         if self._guardian is not None:
             self._guardian.dismiss()
-        self._door = self._membership = self._files = self._guardian = self._exchange = None
+        self._forget()
         return len(ended)
 
     def __enter__(self) -> MasterNode:
@@ -241,7 +299,7 @@ class MasterNode:
             if self._run is not None and self._run.running:
                 raise ClusterError(_BUSY)
             self._run_count += 1
-            run_id = f"{self.cluster_id[:8]}-{self._run_count}"
+            run_id = f"{self._run_prefix}-{self._run_count}"
             run = CellRun(members.door, run_id, ranks, self._on_run_finished, absent)
             self._run = self.last_run = run
         members.mark_running(run_id, ranks.values())
@@ -293,7 +351,7 @@ class MasterNode:
         """Stop what runs on the workers, state kept; return whether anything ran."""
         run = self._run
         if run is None or not run.running:
-            return False
+            return self._members.interrupt_strays()
         run.interrupt()
         run.wait(5)
         return True

@@ -13,6 +13,8 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
+from dataclasses import asdict
+from typing import Any
 
 from openclaw_nb.cluster.devices import Device, threads_per_worker
 from openclaw_nb.cluster.ipp import Door
@@ -80,6 +82,27 @@ class Membership:
         self._ready.set()
         return self.workers
 
+    def state(self) -> dict[str, Any]:
+        """Return what another process needs to go on with these workers."""
+        return {
+            "host": self._host,
+            "backend": self._asked_backend,
+            "devices": [asdict(worker.device) for worker in self.workers],
+        }
+
+    def take_over(self, devices: Sequence[Device]) -> list[Worker]:
+        """Take over workers that run; the group is formed anew, in the background where one is still busy."""
+        self.workers = [Worker(number=i, device=device) for i, device in enumerate(devices)]
+        self.door.connect()
+        for number in range(len(devices)):
+            if not self.workers[number].alive:
+                self.notes.append(f"{self.workers[number].id} is gone: a new process starts in its place.")
+        for worker in self.workers:
+            if worker.alive:
+                self._locate(worker)
+        self.mend()
+        return self.workers
+
     def _launch(self, worker: Worker) -> None:
         cores = usable_cores()
         environment = {
@@ -127,6 +150,9 @@ class Membership:
         if isinstance(reply, Done):
             worker.pid, worker.store_port = reply.value["pid"], reply.value["store_port"]
             worker.seen = time.time()
+            self.epoch = max(self.epoch, reply.value["epoch"])
+            if reply.value["where"] is not None:
+                worker.busy_with = reply.value["where"]["run_id"]
             if reply.value["problem"]:
                 raise StartError(f"{worker.id}: {reply.value['problem']}")
 
@@ -219,6 +245,16 @@ class Membership:
             if worker.alive:
                 command = Release(epoch=self.epoch, run_id="", cause=cause, grace_seconds=0.0)
                 self.door.request_at_once(worker.number, command)
+
+    def interrupt_strays(self) -> bool:
+        """Stop cells that an earlier owner has begun; return whether there were any."""
+        strays = [worker for worker in self.workers if worker.alive and worker.busy_with]
+        for worker in strays:
+            command = Release(
+                epoch=self.epoch, run_id=worker.busy_with, cause="interrupted", grace_seconds=0.0
+            )
+            self.door.request_at_once(worker.number, command)
+        return bool(strays)
 
     # ------------------------------------------------------------------------------------------ mending
 

@@ -141,6 +141,10 @@ class LiveNames:
                 workers = self._workers()
                 ranks = map(str, range(len(workers)))
                 return dict.fromkeys([*ranks, *(w.id for w in workers), *(w.device.id for w in workers)])
+            case "cluster":
+                from openclaw_nb.cluster.files import read_notes
+
+                return [note["name"] for note in read_notes() if note["runs"]]
             case "notebook variable":
                 return self._notebook_variables()
             case "worker variable":

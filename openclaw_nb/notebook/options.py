@@ -153,6 +153,11 @@ _TARGETS = Argument(
     "target",
     {"metavar": "WHERE"},
 )
+_LEASE = Argument(
+    ("--lease",),
+    "how long the workers wait for %%openclaw attach when the kernel ends without stop or detach (0)",
+    settings={"type": _count, "metavar": "SECONDS"},
+)
 _FLAG: Mapping[str, Any] = {"action": "store_true"}
 _NAME: Mapping[str, Any] = {"metavar": "NAME"}
 
@@ -179,6 +184,7 @@ VERBS: dict[str, Command] = {
                     {"default": "auto"},
                 ),
                 Argument(("--name",), "the cluster's name", settings={"metavar": "NAME"}),
+                _LEASE,
                 Argument(
                     ("--oversubscribe",), "allow more workers than devices, or little memory", "", _FLAG
                 ),
@@ -211,6 +217,20 @@ VERBS: dict[str, Command] = {
             (Argument(("switch",), "on or off", ("on", "off")),),
         ),
         ("stop", "End the cluster: every process it started.", ()),
+        (
+            "attach",
+            "Take up a cluster that runs without an owner, with its variables.",
+            (
+                Argument(
+                    ("name",),
+                    "which; not needed where there is one",
+                    "cluster",
+                    {"nargs": "?", "default": None},
+                ),
+                _LEASE,
+            ),
+        ),
+        ("detach", "Leave the cluster running when the notebook ends.", ()),
         ("list", "Show the clusters on this host.", ()),
         (
             "push",

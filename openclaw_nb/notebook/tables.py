@@ -108,6 +108,8 @@ def cluster_table(notes: Sequence[Mapping[str, Any]], own_pid: int) -> Table:
 
 
 def _owner(note: Mapping[str, Any], own_pid: int) -> str:
-    if note["owner_pid"] == own_pid:
-        return "this notebook"
-    return f"pid {note['owner_pid']}" + ("" if note["alive"] else " (gone)")
+    if not note["runs"]:
+        return "ended"
+    if note["detached"] or not note["alive"]:
+        return "none: %openclaw attach takes it up"
+    return "this notebook" if note["owner_pid"] == own_pid else f"pid {note['owner_pid']}"

@@ -54,6 +54,7 @@ def _start(context: Context, options: argparse.Namespace) -> OpenClawCluster:
         name=options.name,
         communication=options.communication,
         oversubscribe=options.oversubscribe,
+        lease_seconds=options.lease or 0.0,
     )
     with context.bar("Starting the cluster") as bar:
         return cluster.start(bar)
@@ -124,6 +125,15 @@ def _auto(context: Context, options: argparse.Namespace) -> Message:
     return Message("Plain cells run in the notebook.")
 
 
+def _attach(context: Context, options: argparse.Namespace) -> OpenClawCluster:
+    return OpenClawCluster.attach(options.name, lease_seconds=options.lease or 0.0)
+
+
+def _detach(context: Context, options: argparse.Namespace) -> Message:
+    name = context.session.detach()
+    return Message(f"Cluster {name} runs on by itself: %openclaw attach {name} takes it up again.")
+
+
 def _stop(context: Context, options: argparse.Namespace) -> Message:
     name = context.session.master.name
     return Message(f"Cluster {name} stopped: {context.session.stop()} processes ended, none is left.")
@@ -188,6 +198,8 @@ HANDLERS: dict[str, Callable[[Context, argparse.Namespace], Any]] = {
     "verify": _verify,
     "plot": _plot,
     "auto": _auto,
+    "attach": _attach,
+    "detach": _detach,
     "stop": _stop,
     "list": _list,
     "push": _push,

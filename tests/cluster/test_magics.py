@@ -413,6 +413,17 @@ def test_reset(notebook: Notebook) -> None:
     assert notebook.value("%%openclaw_parallel\nkept") == "[ranks 0-1]\n'here'"
 
 
+def test_detach_and_attach(notebook: Notebook) -> None:
+    notebook.good("%%openclaw_parallel\nleft_here = rank + 7")
+    said = notebook.good("%openclaw detach").text
+    assert "runs on by itself" in said
+    assert "No cluster is running" in notebook.run("%%openclaw_parallel\n1").error
+    assert "%openclaw attach takes it up" in notebook.value("%openclaw list")
+    assert notebook.matches("%openclaw attach ") == [said.split()[1]]
+    assert "2 workers" in notebook.good("cluster = %openclaw attach\ncluster").text
+    assert notebook.value("%%openclaw_parallel\nleft_here") == "[rank 0]\n7\n[rank 1]\n8"
+
+
 def test_nothing_to_interrupt(notebook: Notebook) -> None:
     assert notebook.value("%openclaw interrupt") == "Nothing runs on the workers."
 

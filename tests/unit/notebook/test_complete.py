@@ -43,7 +43,7 @@ def complete(line: str) -> tuple[str, list[str]] | None:
         (
             "%openclaw start -n 2 --",
             "--",
-            ["--devices", "--communication", "--name", "--oversubscribe", "--help"],
+            ["--devices", "--communication", "--name", "--lease", "--oversubscribe", "--help"],
         ),
         ("%openclaw start -n ", "", ["1", "2"]),
         ("%openclaw start --devices c", "c", ["CPU-0", "CPU-1"]),
