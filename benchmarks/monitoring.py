@@ -30,7 +30,7 @@ class NoPublisher(measure.SilentPublisher):
         super().__init__(*given)
         self.clock = NoClock()
     def batch(self, num_samples): pass
-    def step(self, loss, num_bytes): pass
+    def step(self, loss, own, num_bytes): pass
 
 kept = measure.Publisher
 """
