@@ -163,6 +163,9 @@ class Door:
             self._listener.close()
         if self._client is not None:
             self._client.close(linger=0)
+        if self._cluster is not None:
+            # Else it writes the file again, in a directory that is gone or another's, when it hears of ended processes.
+            self._cluster.cluster_file = ""
         self._client = self._listener = None
 
     def log_tail(self, name: str, num_lines: int = 12) -> str:

@@ -449,5 +449,10 @@ def test_stop_says_how_many_processes_it_ended(notebook: Notebook) -> None:
     assert "NotStartedError" in notebook.run("%openclaw stop").error
 
 
+def test_no_directory_is_left_when_the_kernel_has_heard_of_the_ended_processes(notebook: Notebook) -> None:
+    look = "import asyncio, os\nawait asyncio.sleep(1.5)\nos.listdir(os.environ['OPENCLAW_RUNTIME_DIR'])"
+    assert notebook.value(look) == "[]"
+
+
 def test_the_notebook_can_be_saved(notebook: Notebook) -> None:
     nbformat.validate(notebook.saved)

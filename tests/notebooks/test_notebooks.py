@@ -19,7 +19,8 @@ pytestmark = [
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-def test_a_notebook_runs(path: Path, tmp_path: Path) -> None:
+def test_a_notebook_runs(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OPENCLAW_RUNTIME_DIR", str(tmp_path / "runtime"))  # away from others' clusters
     notebook = nbformat.read(path, as_version=4)
     assert not any(cell.get("outputs") for cell in notebook.cells), "outputs are made, not kept"
     client = NotebookClient(
@@ -28,3 +29,4 @@ def test_a_notebook_runs(path: Path, tmp_path: Path) -> None:
     # One cell of the quickstart fails on purpose, and says so by its tag.
     client.execute()
     assert any(cell.get("outputs") for cell in notebook.cells)
+    assert not any((tmp_path / "runtime").iterdir()), "every notebook ends its cluster"
