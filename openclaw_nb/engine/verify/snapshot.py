@@ -8,8 +8,12 @@ Knows Python's and torch's objects; does not know what happens in between.
 from __future__ import annotations
 
 import collections
+import collections.abc
 import copy
+import functools
 import io
+import random
+import re
 import types
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from typing import Any
@@ -17,14 +21,16 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset
 
-from openclaw_nb.core.errors import RefusedError
+from openclaw_nb.core.errors import OpenClawError, RefusedError
 from openclaw_nb.engine.steps import randomness
 
-_HAVE_STATE = (torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler, torch.amp.GradScaler)
+_HAVE_STATE = (torch.optim.lr_scheduler.LRScheduler, torch.amp.GradScaler)
 # What gives each value once: there is no way to ask for its position.
-_ONE_WAY = (types.GeneratorType, types.AsyncGeneratorType, io.IOBase, zip, map, filter, enumerate)
+_ONE_WAY = (collections.abc.Iterator, types.AsyncGeneratorType, io.IOBase)
+_PLAIN = (str, bytes, int, float, complex, type(None), type, types.ModuleType, types.FunctionType)
+_OF_IPYTHON = re.compile(r"_+\d*|_i+\d*|_[iod]h|_oh|__\w+__|In|Out|exit|quit|get_ipython")
 
 
 class Snapshot:
@@ -53,59 +59,93 @@ class Snapshot:
         self._namespace = namespace
         self._bindings = dict(namespace)
         self._seen: dict[int, Any] = {}
-        self._undo: list[Callable[[], None]] = []
+        self._undo: list[Callable[[], Any]] = []
         self._generators: list[torch.Generator] = []
-        for name, value in namespace.items():
-            if not name.startswith("_"):
-                self._note(value)
+        waiting = [value for name, value in namespace.items() if not _OF_IPYTHON.fullmatch(name)]
+        while waiting:
+            value = waiting.pop()
+            if not isinstance(value, _PLAIN):
+                waiting += self._note(value)
         self._random = randomness.capture(self._generators)
 
     def restore(self) -> None:
-        """Put everything back."""
+        """Put everything back.
+
+        Raises
+        ------
+        OpenClawError
+            When something cannot be; all else is.
+        """
+        errors = []
         with torch.no_grad():
             for undo in self._undo:
-                undo()
+                try:
+                    undo()
+                except Exception as error:  # noqa: BLE001 - the rest must be put back all the same; raised below
+                    errors.append(error)
         randomness.restore(self._random, self._generators)
         for name in self._namespace.keys() - self._bindings.keys():
             del self._namespace[name]
         self._namespace.update(self._bindings)
+        if errors:
+            raise OpenClawError(
+                f"{len(errors)} objects could not be put back as they were; the first: {errors[0]}"
+            )
 
-    def _note(self, value: Any) -> None:
-        if id(value) in self._seen or isinstance(value, type | types.ModuleType | types.FunctionType):
-            return
+    def _note(self, value: Any) -> list[Any]:
+        """Keep the state of one object; return what it consists of."""
+        if id(value) in self._seen:
+            return []
         self._seen[id(value)] = value
-        for keep in (_keep_module, _keep_stateful, _keep_loader, _keep_array, _keep_container, _keep_own):
+        if isinstance(value, DataLoader):
+            self._generators += randomness.generators_of(value)
+        for keep in _KEEPERS:
             found = keep(value)
             if found is not None:
                 undo, parts = found
                 self._undo.append(undo)
-                self._generators += parts if keep is _keep_loader else []
-                for part in () if keep is _keep_loader else parts:
-                    self._note(part)
-                return
+                return parts
+        return []
 
 
-_Kept = tuple[Callable[[], None], list[Any]]
+_Kept = tuple[Callable[[], Any], list[Any]]
 
 
 def _keep_module(value: Any) -> _Kept | None:
     if not isinstance(value, nn.Module):
         return None
     tensors = [_tensor_state(t) for t in (*value.parameters(), *value.buffers())]
-    modes = [(module, module.training) for module in value.modules()]
-    own = [vars(module) for module in value.modules() if type(module).__module__ == "__main__"]
-    plain = [
-        (fields, {k: v for k, v in fields.items() if isinstance(v, int | float | str | bool)})
-        for fields in own
-    ]
+    # With the dictionaries of its parameters, buffers, parts and hooks.
+    fields = [vars(module) for module in value.modules()]
+    before = [(each, dict(each)) for each in fields]
+    inside = [(d, copy.copy(d)) for each in fields for d in each.values() if isinstance(d, dict)]
 
     def undo() -> None:
+        for each, saved in (*before, *inside):
+            each.clear()
+            each.update(saved)
         for put_back in tensors:
             put_back()
-        for module, training in modes:
-            module.training = training
-        for fields, before in plain:
-            fields.update(before)
+
+    return undo, [v for each in fields for v in each.values() if not isinstance(v, dict | nn.Module)]
+
+
+def _keep_optimizer(value: Any) -> _Kept | None:
+    if not isinstance(value, torch.optim.Optimizer):
+        return None
+    groups, state = list(value.param_groups), {p: dict(s) for p, s in value.state.items()}
+    settings = [dict(group) for group in groups]
+    tensors = [_tensor_state(t) for s in state.values() for t in s.values() if isinstance(t, Tensor)]
+
+    def undo() -> None:
+        value.param_groups[:] = groups
+        for group, saved in zip(groups, settings, strict=True):
+            group.clear()
+            group.update(saved)
+        value.state.clear()
+        value.state.update({p: dict(s) for p, s in state.items()})
+        for put_back in tensors:
+            put_back()
 
     return undo, []
 
@@ -115,7 +155,10 @@ def _tensor_state(tensor: Tensor) -> Callable[[], None]:
     kept = None if grad is None else grad.detach().clone()
 
     def undo() -> None:
-        tensor.data.copy_(value)
+        if tensor.shape != value.shape or tensor.dtype != value.dtype:
+            tensor.data = value.clone()
+        elif not torch.equal(tensor, value):
+            tensor.data.copy_(value)
         if tensor.is_leaf:
             tensor.requires_grad_(needed)
             tensor.grad = grad
@@ -142,7 +185,26 @@ def _keep_stateful(value: Any) -> _Kept | None:
 def _keep_loader(value: Any) -> _Kept | None:
     if not isinstance(value, DataLoader):
         return None
-    return (lambda: None), randomness.generators_of(value)
+    iterator = getattr(value, "_iterator", None)  # of persistent workers: it goes on where it is
+
+    def undo() -> None:
+        value._iterator = iterator
+
+    return undo, [value.dataset]
+
+
+def _keep_generator(value: Any) -> _Kept | None:
+    undo: Callable[[], Any]
+    if isinstance(value, torch.Generator):
+        undo = functools.partial(value.set_state, value.get_state())
+    elif isinstance(value, random.Random):
+        undo = functools.partial(value.setstate, value.getstate())
+    elif isinstance(value, np.random.Generator):
+        bits = value.bit_generator
+        undo = functools.partial(setattr, bits, "state", copy.deepcopy(bits.state))
+    else:
+        return None
+    return undo, []
 
 
 def _keep_array(value: Any) -> _Kept | None:
@@ -150,7 +212,13 @@ def _keep_array(value: Any) -> _Kept | None:
         return _tensor_state(value), []
     if isinstance(value, np.ndarray) and value.flags.writeable:
         before = value.copy()
-        return (lambda: np.copyto(value, before)), []
+
+        def put_back() -> None:
+            if value.shape != before.shape:
+                value.resize(before.shape, refcheck=False)
+            np.copyto(value, before)
+
+        return put_back, []
     return None
 
 
@@ -177,9 +245,10 @@ def _keep_container(value: Any) -> _Kept | None:
 
 
 def _keep_own(value: Any) -> _Kept | None:
-    """Keep the fields of an object whose class the notebook has defined."""
+    """Keep the fields of a plain namespace, a dataset, or an object whose class the notebook has defined."""
     fields = getattr(value, "__dict__", None)
-    if type(value).__module__ != "__main__" or not isinstance(fields, dict):
+    own = type(value).__module__ == "__main__" or isinstance(value, types.SimpleNamespace | Dataset)
+    if not own or not isinstance(fields, dict):
         return None
     before = dict(fields)
 
@@ -188,6 +257,18 @@ def _keep_own(value: Any) -> _Kept | None:
         fields.update(before)
 
     return undo, list(before.values())
+
+
+_KEEPERS = (
+    _keep_module,
+    _keep_optimizer,
+    _keep_stateful,
+    _keep_loader,
+    _keep_generator,
+    _keep_array,
+    _keep_container,
+    _keep_own,
+)
 
 
 def modules_in(namespace: Mapping[str, Any]) -> Iterator[nn.Module]:
