@@ -60,7 +60,7 @@ class Door:
         on_died: Callable[[int], None],
     ) -> None:
         self._directory = directory
-        self._cluster_id = cluster_id
+        self.cluster_id = cluster_id
         self._environment = dict(environment)
         self._on_event, self._on_joined, self._on_died = on_event, on_joined, on_died
         self._cluster: Any = None
@@ -76,7 +76,7 @@ class Door:
 
         self._cluster = ipyparallel.Cluster(
             profile_dir=self._directory,
-            cluster_id=self._cluster_id,
+            cluster_id=self.cluster_id,
             controller_ip=host,
             shutdown_atexit=False,
             send_engines_connection_env=False,
@@ -104,7 +104,7 @@ class Door:
 
         try:
             self._cluster = ipyparallel.Cluster.from_file(
-                profile_dir=self._directory, cluster_id=self._cluster_id, log_level=logging.CRITICAL
+                profile_dir=self._directory, cluster_id=self.cluster_id, log_level=logging.CRITICAL
             )
         except Exception as error:
             # ipyparallel raises its own and bare exceptions for files and processes that are gone.

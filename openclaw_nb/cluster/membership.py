@@ -124,9 +124,10 @@ class Membership:
                 missing = [w for w in self.workers if not w.alive]
                 ended = [w for w in missing if self.door.engine_ended(w.number)]
                 if ended or self._closing or time.monotonic() > deadline:
+                    absent = ended or missing
+                    log = self.door.log_tail(f"ipengine-{self.door.cluster_id}-{absent[0].id}-")
                     raise StartError(
-                        f"{', '.join(w.id for w in ended or missing)} did not come up. "
-                        f"The end of the log:\n{self.door.log_tail('ipengine')}"
+                        f"{', '.join(w.id for w in absent)} did not come up. The end of the log:\n{log}"
                     )
                 self._changed.wait(_POLL_SECONDS)
                 tell(sum(worker.alive for worker in self.workers))

@@ -52,10 +52,11 @@ def own(then: str, lease: float = 0.0) -> subprocess.Popen[bytes]:
     script = textwrap.dedent(OWNER).format(lease=lease, then=then)
     process = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE)
     assert process.stdout is not None
-    process.stdout.readline()
-    if then is not WAIT:
-        assert process.wait(HANG_SECONDS) == 0
+    line = process.stdout.readline()
     process.stdout.close()
+    if then is WAIT and line:
+        return process
+    assert process.wait(HANG_SECONDS) == 0, "the owner could not start its cluster"
     return process
 
 
