@@ -118,12 +118,14 @@ def end_processes(
         If some could not be ended, with their pids and commands.
     """
     ended: dict[ProcessRecord, None] = {}
+    asked: set[ProcessRecord] = set()
     left = _remaining(cluster_id, spare)
     deadline = time.monotonic() + grace_seconds
     while left and time.monotonic() < deadline:
         for record in left:
-            if record not in ended:  # one SIGTERM each: a second one would cut a clean-up short
-                send_signal(record, cluster_id, signal.SIGTERM)
+            # One SIGTERM each, as a second one would cut a clean-up short; one that could not be sent is sent again.
+            if record not in asked and send_signal(record, cluster_id, signal.SIGTERM):
+                asked.add(record)
         ended.update(dict.fromkeys(left))
         time.sleep(_POLL_SECONDS)
         left = _remaining(cluster_id, spare)
