@@ -113,6 +113,26 @@ def test_a_batch_norm_keeps_its_own_statistics_until_the_average(lab: Lab) -> No
     assert torch.equal(lab.pull("out", 0), lab.pull("out", 1))
 
 
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (
+            ("losses.append(loss.item())", "losses.append(0.0)\n        if rank == 0: model.state_dict()"),
+            "different occasions",
+        ),
+        (("optimizer.step()", "None if rank and not losses else optimizer.step()"), "hold different state"),
+    ],
+    ids=["state_dict on one rank", "a first step that was skipped"],
+)
+def test_ranks_that_are_not_at_the_same_average_are_told(
+    lab: Lab, change: tuple[str, str], said: str
+) -> None:
+    options = {"mode": "parameter", "sync_frequency": 1}
+    result = lab.train(SETUP, LOOP.replace(*change), NUM_RANKS, options=options)
+    assert not result.ok
+    assert any(said in failure.message for failure in result.failures.values())
+
+
 def test_more_batches_than_a_pass_has_are_told(lab: Lab) -> None:
     for options in ({"sync_frequency": 6}, {"mode": "parameter", "sync_frequency": 3, "accumulate": 2}):
         result = lab.train(SETUP, LOOP, NUM_RANKS, options=options)

@@ -12,12 +12,14 @@ Distributed Non-Convex Optimization", ICML 2019.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from openclaw_nb.core.errors import MismatchError
 from openclaw_nb.engine.group.ranks import Ranks
 from openclaw_nb.engine.group.sums import Layout, Sum
 from openclaw_nb.engine.objects.find import Objects
@@ -45,21 +47,29 @@ class Average:
         self._sums: Sequence[Sum] = []
         self._turn = 0
 
-    def __call__(self, weight: float) -> float:
+    def __call__(self, weight: float, occasion: str) -> float:
         """Replace the tensors by the sum over the ranks of ``weight`` times theirs.
 
         Parameters
         ----------
         weight : float
             This rank's; those of all ranks add up to 1.
+        occasion : str
+            Why now; the same on every rank.
 
         Returns
         -------
         float
             How far this rank's parameters were from the average: the norm of the difference by the norm of the
             average, over all parameters.
+
+        Raises
+        ------
+        MismatchError
+            When the ranks are not at the same average, or have other tensors.
         """
         groups = _by_kind(self._tensors())
+        self._check_same(occasion, {kind: [tuple(t.shape) for t in group] for kind, group in groups.items()})
         self._prepare([Layout(sum(t.numel() for t in group), *kind) for kind, group in groups.items()])
         works = []
         for each, group in zip(self._sums, groups.values(), strict=True):
@@ -87,6 +97,21 @@ class Average:
     def num_bytes(self) -> int:
         """Bytes that each rank gives into one average."""
         return 0 if self._ranks.size == 1 else sum(each.result.nbytes for each in self._sums)
+
+    def _check_same(self, occasion: str, shapes: dict[Any, Any]) -> None:
+        told = [f"{self._turn} {occasion}", repr(shapes)]
+        digests = [hashlib.blake2b(text.encode(), digest_size=16).digest() for text in told]
+        rows = self._ranks.gather_bytes(b"".join(digests))
+        if len({row[:16] for row in rows}) > 1:
+            raise MismatchError(
+                f"The ranks average their parameters on different occasions: rank {self._ranks.rank} {occasion}, "
+                f"average number {self._turn}. Evaluate and call state_dict() on every rank, not on one of them."
+            )
+        if len({row[16:] for row in rows}) > 1:
+            raise MismatchError(
+                "The ranks' optimizers hold different state, so that it cannot be averaged: on some rank a step was "
+                "skipped (by a GradScaler), or a parameter has had no gradient yet. Use --mode gradient."
+            )
 
     def _prepare(self, layouts: list[Layout]) -> None:
         if layouts != self._layouts:  # an optimizer has its state only after its first step
@@ -149,34 +174,42 @@ class LocalSteps(StepEngine):
         """Hang the engine onto the models, until `remove`."""
         super().install()
         for model in self._objects.models.values():
-            self._handles.append(model.register_state_dict_pre_hook(lambda *_: self.synchronise()))
+            self._handles.append(
+                model.register_state_dict_pre_hook(lambda *_: self.synchronise("calls state_dict()"))
+            )
 
     def take_slice(self, part: Slice | None) -> None:
         """Take note of the next batch; average first if it is time to."""
         if self._until_average.is_boundary:
-            self.synchronise()
+            self.synchronise("asks for the next batch")
         super().take_slice(part)
         if part is not None:
             self._until_average.next_batch(part.is_last)
 
     def _before_call(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         if not (module.training and torch.is_grad_enabled()):
-            self.synchronise()  # an evaluation is one of the model that training leads to
+            self.synchronise("evaluates")  # an evaluation is one of the model that training leads to
         return super()._before_call(module, args, kwargs)
 
     def finish(self) -> None:
         """Make all ranks equal at the end of the cell."""
-        self.synchronise()
+        self.synchronise("is at the cell's end")
 
-    def synchronise(self) -> None:
-        """Average over the ranks, if any of them has trained since the last time. Every rank calls this."""
+    def synchronise(self, occasion: str) -> None:
+        """Average over the ranks, if any of them has trained since the last time. Every rank calls this.
+
+        Parameters
+        ----------
+        occasion : str
+            Why now.
+        """
         if not self._seen_by_all or self._ranks.size == 1:
             return
         weight, self._seen, self._seen_by_all = self._seen / self._seen_by_all, 0, 0
         self._clock.arrive()
         try:
             with torch.no_grad():
-                drift = self._average(weight)
+                drift = self._average(weight, occasion)
         finally:
             self._clock.leave()
         self._publisher.average(drift, self._average.num_bytes)
