@@ -126,6 +126,33 @@ def test_dropout_is_switched_off_and_said(lab: Lab) -> None:
     lab.good("assert model[1].p == 0.5", targets=range(NUM_RANKS))
 
 
+def test_a_model_inside_of_an_object_is_verified_and_put_back(lab: Lab) -> None:
+    """The class comes from a module, so that nothing but the strategy's own search finds the model in it."""
+    setup = SETUP.replace("nn.Tanh()", "nn.Dropout(0.5), nn.Tanh()") + textwrap.dedent("""
+        import argparse
+        holder = argparse.Namespace(model=model, optimizer=optimizer)
+        kept = [t.clone() for t in model.state_dict().values()]
+        del model, optimizer
+    """)
+    lab.good(setup, targets=range(NUM_RANKS))
+    loop = LOOP.replace("model(x)", "holder.model(x)").replace("optimizer.", "holder.optimizer.")
+    result = lab.master.run_cell(
+        loop, strategy=StrategySpec(name="data_parallel"), targets=range(NUM_RANKS), verify_steps=3
+    ).wait(60)
+    assert result is not None
+    assert result.ok, [f"{f.error_type}: {f.message}" for f in result.failures.values()]
+    certificate = Certificate(result.values[0]["certificate"])
+    assert certificate.passed, certificate
+    assert "dropout was switched off" in certificate.notes
+    assert "float64" in certificate.reason
+    lab.good(
+        "model, optimizer = holder.model, holder.optimizer\n"
+        "assert all(torch.equal(a, b) for a, b in zip(kept, model.state_dict().values()))\n"
+        "assert model[1].p == 0.5 and not optimizer.state",
+        targets=range(NUM_RANKS),
+    )
+
+
 def test_own_state_is_put_back(lab: Lab) -> None:
     """Lists, counters and objects of the cell's own classes are as they were."""
     setup = SETUP + textwrap.dedent("""

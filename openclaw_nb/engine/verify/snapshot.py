@@ -15,7 +15,7 @@ import io
 import random
 import re
 import types
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, MutableMapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -42,6 +42,8 @@ class Snapshot:
         The worker's variables.
     used : set of str
         The names that the cell uses.
+    held : sequence
+        Objects that the cell uses and that may have no name of their own.
 
     Raises
     ------
@@ -49,7 +51,7 @@ class Snapshot:
         When the cell uses something whose state cannot be put back, such as a generator or an open file.
     """
 
-    def __init__(self, namespace: MutableMapping[str, Any], used: set[str]) -> None:
+    def __init__(self, namespace: MutableMapping[str, Any], used: set[str], held: Sequence[Any] = ()) -> None:
         for name in sorted(used & namespace.keys()):
             if isinstance(namespace[name], _ONE_WAY):
                 raise RefusedError(
@@ -62,6 +64,7 @@ class Snapshot:
         self._undo: list[Callable[[], Any]] = []
         self._generators: list[torch.Generator] = []
         waiting = [value for name, value in namespace.items() if not _OF_IPYTHON.fullmatch(name)]
+        waiting += held
         while waiting:
             value = waiting.pop()
             if not isinstance(value, _PLAIN):
@@ -269,8 +272,3 @@ _KEEPERS = (
     _keep_container,
     _keep_own,
 )
-
-
-def modules_in(namespace: Mapping[str, Any]) -> Iterator[nn.Module]:
-    """Yield the modules that have a name."""
-    yield from {id(m): m for m in namespace.values() if isinstance(m, nn.Module)}.values()

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-from collections.abc import Awaitable, Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,7 +32,7 @@ from openclaw_nb.engine.steps.common import make_common
 from openclaw_nb.engine.steps.loaders import MergedBatches, twin
 from openclaw_nb.engine.verify.compare import certificate
 from openclaw_nb.engine.verify.records import Step, StepRecorder, StepsDone
-from openclaw_nb.engine.verify.snapshot import Snapshot, modules_in
+from openclaw_nb.engine.verify.snapshot import Snapshot
 from openclaw_nb.protocol.messages import StrategySpec
 
 Run = Callable[[contextlib.AbstractContextManager[None]], Awaitable[Outcome]]
@@ -74,8 +74,12 @@ class Verifier:
         self._objects: Objects = find_objects(
             trial.source, namespace, model=spec.model, optimizer=spec.optimizer, loader=spec.loader
         )
+        found = self._objects
+        kinds = (found.models, found.optimizers, found.loaders, found.schedulers, found.scalers)
+        self._held = [thing for kind in kinds for thing in kind.values()]
         self._batches_per_step = _batches_per_step(spec, self._objects)
-        self._drops = any(True for _ in _dropouts(namespace))
+        self._roots = _roots(namespace, self._objects)
+        self._drops = any(True for _ in _dropouts(self._roots))
 
     async def verify(self) -> tuple[Outcome, dict[str, Any]]:
         """Run the cell both ways and put everything back.
@@ -87,10 +91,10 @@ class Verifier:
         report : dict
             ``certificate``, on rank 0; see `compare.certificate`.
         """
-        snapshot = Snapshot(self._namespace, set(cell_names(self._trial.source).loads))
+        snapshot = Snapshot(self._namespace, set(cell_names(self._trial.source).loads), self._held)
         try:
             make_common(self._ranks, self._objects)
-            with _without_dropout(self._namespace):
+            with _without_dropout(self._roots):
                 return await self._both(snapshot)
         finally:
             snapshot.restore()
@@ -100,12 +104,12 @@ class Verifier:
         exact: list[Step] | None = None
         problem = ""
         if self._ranks.rank == 0:
-            start = Snapshot(self._namespace, set())
+            start = Snapshot(self._namespace, set(), self._held)
             outcome, single = await self._record(self._run, merged=True)
             start.restore()
             problem = _problem(outcome, single)
             if not problem:
-                with _in_double(self._namespace, self._objects):
+                with _in_double(self._roots, self._objects):
                     outcome, exact = await self._record(self._run, merged=True)
                 start.restore()
                 exact = None if _problem(outcome, exact) or len(exact) != len(single) else exact
@@ -222,8 +226,8 @@ def _first(one: dict[str, Any] | None, other: dict[str, Any] | None) -> dict[str
 
 
 @contextlib.contextmanager
-def _without_dropout(namespace: Mapping[str, Any]) -> Iterator[None]:
-    found = list(_dropouts(namespace))
+def _without_dropout(roots: Sequence[nn.Module]) -> Iterator[None]:
+    found = list(_dropouts(roots))
     for module, name, _ in found:
         setattr(module, name, 0.0)
     try:
@@ -233,8 +237,14 @@ def _without_dropout(namespace: Mapping[str, Any]) -> Iterator[None]:
             setattr(module, name, probability)
 
 
-def _dropouts(namespace: Mapping[str, Any]) -> Iterator[tuple[nn.Module, str, float]]:
-    for root in modules_in(namespace):
+def _roots(namespace: Mapping[str, Any], objects: Objects) -> list[nn.Module]:
+    """Return the modules that have a name, and the cell's models, which may be parts of other objects."""
+    named = (value for value in namespace.values() if isinstance(value, nn.Module))
+    return list({id(module): module for module in (*named, *objects.models.values())}.values())
+
+
+def _dropouts(roots: Sequence[nn.Module]) -> Iterator[tuple[nn.Module, str, float]]:
+    for root in roots:
         for module in root.modules():
             for name in ("p", "dropout"):
                 value = getattr(module, name, None)
@@ -244,10 +254,10 @@ def _dropouts(namespace: Mapping[str, Any]) -> Iterator[tuple[nn.Module, str, fl
 
 
 @contextlib.contextmanager
-def _in_double(namespace: Mapping[str, Any], objects: Objects) -> Iterator[None]:
+def _in_double(roots: Sequence[nn.Module], objects: Objects) -> Iterator[None]:
     """Let the models compute in float64; their own tensors are put aside for the time of the block."""
     aside: list[tuple[Tensor, Tensor]] = []
-    for module in modules_in(namespace):
+    for module in roots:
         for tensor in (*module.parameters(), *module.buffers()):
             if tensor.is_floating_point() and tensor.dtype != torch.float64:
                 aside.append((tensor, tensor.data))
