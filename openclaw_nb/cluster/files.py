@@ -11,18 +11,18 @@ Knows paths and what is written there; does not know processes beyond whether an
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import os
 import re
 import shutil
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from openclaw_nb._version import __version__
-from openclaw_nb.cluster.guardian import MARKER_FILE
+from openclaw_nb.cluster.guardian import MARKER_FILE, locked
 from openclaw_nb.cluster.ownership import processes_of
 from openclaw_nb.core.errors import AlreadyStartedError, UsageError, unknown_name
 
@@ -92,8 +92,11 @@ class ClusterFiles:
         return files
 
     @classmethod
-    def take_over(cls, name: str | None) -> tuple[ClusterFiles, dict[str, Any]]:
-        """Make a cluster without an owner this process's; return its files and what `save_state` has written.
+    @contextlib.contextmanager
+    def take_over(cls, name: str | None) -> Iterator[tuple[ClusterFiles, dict[str, Any]]]:
+        """Make a cluster without an owner this process's; yield its files and what `save_state` has written.
+
+        Nobody else takes or ends it during the ``with`` block. When the block raises, nobody owns the cluster again.
 
         Parameters
         ----------
@@ -107,15 +110,20 @@ class ClusterFiles:
         AlreadyStartedError
             When another process owns it.
         """
-        note = _choose(name)
-        path = Path(note["directory"])
-        with open(path / MARKER_FILE) as file:
-            fcntl.flock(file, fcntl.LOCK_EX)  # of two that come at once, one finds the other's name
-            note = {**json.loads((path / MARKER_FILE).read_text()), "directory": str(path)}
+        directory = _choose(name)["directory"]
+        with locked(directory):
+            note = next((note for note in read_notes() if note["directory"] == directory), None)
+            if note is None:
+                raise UsageError("The cluster has just been ended.")
             _check_free(note)
-            files = cls(str(path), note["cluster_id"])
+            files = cls(directory, note["cluster_id"])
+            state = _read_state(Path(directory), note)
             files._write_note(note["name"])
-        return files, json.loads((path / _STATE_FILE).read_text())
+            try:
+                yield files, state
+            except BaseException:
+                files._write_note(note["name"], detached=True)
+                raise
 
     def _write_note(self, name: str, *, detached: bool = False) -> None:
         note = {
@@ -135,7 +143,8 @@ class ClusterFiles:
 
     def let_go(self, name: str) -> None:
         """Note that nobody owns the cluster from now on."""
-        self._write_note(name, detached=True)
+        with locked(self.directory):
+            self._write_note(name, detached=True)
 
     def exchange(self) -> str:
         """Return the folder for variables on their way, in shared memory where there is some."""
@@ -195,10 +204,19 @@ def _choose(name: str | None) -> dict[str, Any]:
     return free[0]
 
 
+def _read_state(path: Path, note: dict[str, Any]) -> dict[str, Any]:
+    try:
+        state: dict[str, Any] = json.loads((path / _STATE_FILE).read_text())
+    except (OSError, ValueError):
+        raise UsageError(
+            f"The cluster {note['name']!r} was never started to its end, so there is nothing to take up. "
+            f"End its processes (they carry OPENCLAW_CLUSTER={note['cluster_id']}) and start a new one."
+        ) from None
+    return state
+
+
 def _check_free(note: dict[str, Any]) -> None:
-    start = process_start(note["owner_pid"])
-    owned = start is not None and abs(start - note["owner_started"]) < 1 and not note["detached"]
-    if owned:
+    if note["alive"] and not note["detached"]:
         raise AlreadyStartedError(
             f"The cluster {note['name']!r} belongs to process {note['owner_pid']}, which is running. Detach it there "
             "(%openclaw detach), or end that notebook's kernel."

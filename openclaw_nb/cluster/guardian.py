@@ -23,6 +23,7 @@ imports nothing heavy: it runs for as long as the cluster.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import functools
 import json
 import os
@@ -30,7 +31,7 @@ import select
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
@@ -45,6 +46,7 @@ MARKER_FILE = "openclaw-cluster.json"
 """A directory is a cluster's own if it holds this JSON file with the key ``cluster_id``."""
 
 _CLAIM_FILE = "guardian.json"
+_LOCK_FILE = "lock"
 _LOG_FILE = "guardian.log"
 _SHARED_MEMORY = "/dev/shm"
 _OWNER_CHECK_SECONDS = 2.0
@@ -75,6 +77,21 @@ class Charge:
     lease_seconds: float
     owner_pid: int
     owner_create_time: float
+
+
+@contextlib.contextmanager
+def locked(directory: str | Path) -> Iterator[None]:
+    """Be the only process that takes a cluster over or ends it, for the time of the ``with`` block."""
+    try:
+        descriptor = os.open(os.path.join(directory, _LOCK_FILE), os.O_RDWR | os.O_CREAT, 0o600)
+    except FileNotFoundError:  # the directory is gone: nobody else can take what was in it
+        yield
+        return
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
 
 
 # ---------------------------------------------------------------------------------------- the owner's side
@@ -240,9 +257,10 @@ def main() -> int:
     os.write(1, _READY)
     _silence()
     word = lines.next(lambda: create_time(charge.owner_pid) == charge.owner_create_time)
-    if word is None and _lease_ran_out(charge):
-        return _end_cluster(charge)
-    return 0
+    if word is not None or not _lease_ran_out(charge):
+        return 0
+    with locked(charge.directory):  # whoever takes it over meanwhile has said so when the lock is ours
+        return _end_cluster(charge) if _is_mine(charge) else 0
 
 
 class _Lines:

@@ -144,28 +144,38 @@ class MasterNode:
         UsageError, AlreadyStartedError, StartError
             When there is none to be taken over.
         """
-        files, state = ClusterFiles.take_over(name)
-        master = cls(state["host"], name=state["name"], backend=state["backend"], lease_seconds=lease_seconds)
-        master.cluster_id = files.cluster_id
-        door = master._own(files)
-        try:
-            door.find_controller()
-            master._members.take_over([Device(**device) for device in state["devices"]])
-        except BaseException:
-            master.detach()  # what runs there may be worth keeping
-            raise
+        with ClusterFiles.take_over(name) as (files, state):
+            master = cls(
+                state["host"], name=state["name"], backend=state["backend"], lease_seconds=lease_seconds
+            )
+            master.cluster_id = files.cluster_id
+            try:
+                master._own(files).find_controller()
+                master._members.take_over([Device(**device) for device in state["devices"]])
+            except BaseException:
+                master._let_go()  # what runs there may be worth keeping
+                raise
         return master
 
     def detach(self) -> None:
         """Leave the cluster running, without an owner, until somebody attaches to it; a cell that runs goes on."""
+        files = self._files
         self._members.close()
-        files, guardian, door = self._files, self._guardian, self._door
+        if self._run is not None:
+            self._run.leave("the notebook has detached from the cluster; the cell goes on there")
+        # The guardian first: killed from here on, this process leaves a cluster that can be attached to.
+        self._let_go()
         assert files is not None
-        assert guardian is not None
-        assert door is not None
         files.let_go(self.name)
-        door.close()
-        guardian.detach()
+
+    def _let_go(self) -> None:
+        """Stop watching over the processes, and leave them as they are."""
+        if self._guardian is not None:
+            self._guardian.detach()
+        if self._membership is not None:
+            self._membership.close()
+        if self._door is not None:
+            self._door.close()
         self._forget()
 
     def _forget(self) -> None:

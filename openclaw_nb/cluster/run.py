@@ -143,7 +143,7 @@ class CellRun:
         self._num_measured = dict.fromkeys(ranks, 0)
         self._released_at: float | None = None
         self._cause = ""
-        self._interrupted = False
+        self._interrupted = self._left = False
         self._table: list[tuple[int, str, str]] = []
         self._started = self._last_end = time.monotonic()
         self._done = threading.Event()
@@ -173,6 +173,11 @@ class CellRun:
     def interrupt(self) -> None:
         """End the cell as the stop button does."""
         self._inbox.put(("interrupt", -1, None))
+
+    def leave(self, why: str) -> None:
+        """Stop following the cell, which goes on, and wait until that is known here."""
+        self._inbox.put(("leave", -1, why))
+        self._done.wait(_LATE_BATCH_SECONDS)
 
     def next_event(self, timeout: float) -> Output | Measured | None:
         """Return the next thing to show, or None when nothing came in time or the run is over."""
@@ -207,6 +212,8 @@ class CellRun:
         while True:
             with contextlib.suppress(queue.Empty):
                 self._take(*self._inbox.get(timeout=_TICK_SECONDS))
+            if self._left:
+                break
             if all(view.phase is not Phase.RUNNING for view in self._views.values()):
                 self._await_late_batches()
                 break
@@ -225,6 +232,8 @@ class CellRun:
                 self._take_event(rank, item)
             case "died":
                 self._set(rank, phase=Phase.DIED)
+            case "leave":
+                self._left, self._cause = True, item
             case "interrupt":
                 self._interrupted = True
                 self._release("interrupted", grace_seconds=0.0)

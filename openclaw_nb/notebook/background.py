@@ -72,13 +72,17 @@ class BackgroundRun:
         self._monitor, self._notebook = monitor, notebook
         self._started = time.monotonic()
         self._done = threading.Event()
+        self._error: Exception | None = None
         threading.Thread(target=self._watch, name="openclaw-background", daemon=True).start()
 
     def _watch(self) -> None:
         try:
             watch(self._run, self._prepared.output, None)
-        finally:
             self._prepared.output.finish()
+        except Exception as error:  # noqa: BLE001 - raised by `wait`; the cell goes on whatever is wrong with its output
+            self._error = error
+        finally:
+            self._run.wait()
             self._done.set()
 
     @property
@@ -118,6 +122,8 @@ class BackgroundRun:
             return None
         result = self._run.result
         assert result is not None
+        if self._error is not None:
+            raise self._error
         if not result.ok:
             raise cell_error(result, self._prepared.places, self._notebook)
         return result

@@ -17,7 +17,13 @@ import pytest
 from openclaw_nb.cluster.files import read_notes
 from openclaw_nb.cluster.master import MasterNode
 from openclaw_nb.cluster.ownership import end_processes, processes_of
-from openclaw_nb.core.errors import AlreadyStartedError, ClusterError, UnknownNameError, UsageError
+from openclaw_nb.core.errors import (
+    AlreadyStartedError,
+    ClusterError,
+    StartError,
+    UnknownNameError,
+    UsageError,
+)
 
 pytestmark = pytest.mark.cluster
 
@@ -47,7 +53,7 @@ def runtime(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         end_processes(note["cluster_id"], grace_seconds=0)
 
 
-def own(then: str, lease: float = 0.0) -> subprocess.Popen[bytes]:
+def own(then: str, lease: float = 0.0, *, killed: bool = False) -> subprocess.Popen[bytes]:
     """Let another process start a cluster, and wait until it has ended or printed a line."""
     script = textwrap.dedent(OWNER).format(lease=lease, then=then)
     process = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE)
@@ -56,7 +62,9 @@ def own(then: str, lease: float = 0.0) -> subprocess.Popen[bytes]:
     process.stdout.close()
     if then is WAIT and line:
         return process
-    assert process.wait(HANG_SECONDS) == 0, "the owner could not start its cluster"
+    assert process.wait(HANG_SECONDS) == (-signal.SIGKILL if killed else 0), (
+        "the owner could not start its cluster"
+    )
     return process
 
 
@@ -143,6 +151,48 @@ def test_a_worker_that_died_meanwhile_is_replaced(runtime: Path) -> None:
     assert result.ok
     assert any("new process" in note for note in master.take_notes())
     master.stop()
+
+
+def test_an_owner_that_is_killed_while_it_detaches_leaves_the_cluster(runtime: Path) -> None:
+    """From the moment in which the guardian is let go, whatever is still to be done."""
+    own("master._guardian.detach(); import os; os.kill(os.getpid(), 9)", killed=True)
+    check_works(MasterNode.attach())
+
+
+def test_a_run_that_is_followed_ends_when_its_cluster_is_left(runtime: Path) -> None:
+    own(DETACH)
+    master = MasterNode.attach()
+    run = master.run_cell("import time\nfor second in range(600): time.sleep(0.1)")
+    until(lambda: bool(run.who_waits_where()))
+    master.detach()
+    result = run.wait(HANG_SECONDS)
+    assert result is not None
+    assert "detached" in result.cause
+    assert result.busy == (0, 1)
+    master = MasterNode.attach()
+    until(lambda: all(worker.busy_with for worker in master.workers))
+    assert master.interrupt()
+    until(lambda: not any(worker.busy_with for worker in master.workers))
+    check_works(master)
+
+
+def test_an_attach_that_fails_can_be_tried_again(runtime: Path) -> None:
+    own(DETACH)
+    state = runtime / "shared" / "state.json"
+    kept = state.read_text()
+    state.unlink()
+    with pytest.raises(UsageError, match="never started to its end"):
+        MasterNode.attach()
+    state.write_text(kept)
+    files = runtime / "shared" / "security" / "cluster-shared.json"
+    cluster = files.read_text()
+    files.unlink()
+    with pytest.raises(StartError, match="controller is gone"):
+        MasterNode.attach()
+    (note,) = read_notes()
+    assert (note["detached"], note["runs"]) == (True, True)
+    files.write_text(cluster)
+    check_works(MasterNode.attach())
 
 
 def test_what_cannot_be_attached_says_why(runtime: Path) -> None:
