@@ -453,6 +453,8 @@ class MasterNode:
         return forget
 
     def _on_event(self, event: Event) -> None:
+        if self._membership is not None:
+            self._membership.heard(event.worker)
         if isinstance(event, Measured):
             for listener in list(self._listeners):
                 listener(event)

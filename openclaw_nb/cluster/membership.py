@@ -267,6 +267,11 @@ class Membership:
                 self.workers[number].seen = time.time()
             self._changed.notify_all()
 
+    def heard(self, number: int) -> None:
+        """Take the news that an engine told something."""
+        if number < len(self.workers):
+            self.workers[number].seen = time.time()
+
     def died(self, number: int, *, during_run: bool) -> None:
         """Take the news that an engine is gone; a new process takes its place."""
         with self._changed:

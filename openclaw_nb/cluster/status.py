@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import time
 from dataclasses import dataclass
 
 from openclaw_nb.cluster.devices import DeviceReader, DeviceReading
@@ -14,7 +15,8 @@ class DeviceStatus:
     """One worker's device.
 
     A reading that does not exist on this machine is None. Utilisation is in percent, memory in bytes,
-    temperature in degrees Celsius, power in watts, ``seen`` in seconds since the epoch.
+    temperature in degrees Celsius, power in watts. ``seen`` is when the worker last told what it does, in seconds since
+    the epoch: one that is stopped, or in native code that lets nothing else run, falls silent.
     """
 
     id: str
@@ -46,6 +48,8 @@ class StatusReader:
     def read(self, worker: Worker, work: str) -> DeviceStatus:
         """Return the record of one worker."""
         reading = self._reading(worker)
+        if worker.state == "idle":
+            worker.seen = time.time()  # it has nothing to tell, but its process is there
         return DeviceStatus(
             id=worker.device.id,
             worker=worker.id,

@@ -148,18 +148,20 @@ class Series:
 
     def __init__(self, capacity: int = _POINTS) -> None:
         self._capacity = max(2, capacity)
-        self._points: list[tuple[float, float]] = []
+        self._x: list[float] = []
+        self._y: list[float] = []
         self._newest: tuple[float, float] | None = None
         self._offered = 0
         self._stride = 1
 
     def add(self, x: float, y: float) -> None:
         """Take the next point."""
-        if len(self._points) >= self._capacity:
-            del self._points[1::2]
+        if len(self._x) >= self._capacity:
+            del self._x[1::2], self._y[1::2]
             self._stride *= 2
         if self._offered % self._stride == 0:
-            self._points.append((x, y))
+            self._x.append(x)
+            self._y.append(y)
         self._offered += 1
         self._newest = (x, y)
 
@@ -167,10 +169,10 @@ class Series:
         """Return the points that are kept."""
         if self._newest is None:
             return Curve()
-        ends_with_newest = (self._offered - 1) % self._stride == 0
-        points = self._points if ends_with_newest else [*self._points, self._newest]
-        x, y = zip(*points, strict=True)
-        return Curve(x, y)
+        if (self._offered - 1) % self._stride == 0:
+            return Curve(tuple(self._x), tuple(self._y))
+        x, y = self._newest
+        return Curve((*self._x, x), (*self._y, y))
 
 
 # ------------------------------------------------------------------------------------------- one run's log

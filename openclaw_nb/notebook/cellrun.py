@@ -28,6 +28,8 @@ _TICK_SECONDS = 0.1
 _FIRST_DRAWING_SECONDS = 0.1
 _SHOW_WAITING_SECONDS = 3.0
 
+_followed: CellRun | None = None  # the run that keeps the main thread, until its stop button is pressed
+
 
 @dataclass(frozen=True)
 class CellRequest:
@@ -193,6 +195,7 @@ def stop_button(run: CellRun) -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield  # Python delivers signals to the main thread only
         return
+    global _followed
     pressed = False
 
     def press(signum: int, frame: FrameType | None) -> None:
@@ -203,7 +206,14 @@ def stop_button(run: CellRun) -> Iterator[None]:
         run.interrupt()
 
     previous = signal.signal(signal.SIGINT, press)
+    _followed = run
     try:
         yield
     finally:
+        _followed = None
         signal.signal(signal.SIGINT, signal.default_int_handler if previous is None else previous)
+
+
+def blocks_kernel(run_id: str) -> bool:
+    """Whether a run keeps the kernel's main thread, so that an interrupt of the kernel is one of the run."""
+    return _followed is not None and _followed.run_id == run_id

@@ -9,6 +9,7 @@ Knows the grammar; does not know a cluster, nor what verbs do. Nothing is printe
 from __future__ import annotations
 
 import argparse
+import contextlib
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -131,6 +132,13 @@ def _count(text: str) -> int:
     return int(text)
 
 
+def _interval(text: str) -> float:
+    with contextlib.suppress(ValueError):
+        if 0.1 <= float(text) <= 60:
+            return float(text)
+    raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds from 0.1 to 60")
+
+
 def split_line(line: str) -> list[str]:
     """Split a magic's line into words, as a shell does.
 
@@ -192,7 +200,17 @@ VERBS: dict[str, Command] = {
         ),
         ("status", "Show the workers, their devices and what runs on them.", ()),
         ("devices", "Show what this machine can run workers on.", ()),
-        ("panel", "Show the live panel.", ()),
+        (
+            "panel",
+            "Show the live panel.",
+            (
+                Argument(
+                    ("--every",),
+                    "how far apart its pictures are while a cell runs, from 0.1 to 60 (0.5)",
+                    settings={"type": _interval, "metavar": "SECONDS", "default": 0.5},
+                ),
+            ),
+        ),
         (
             "verify",
             "Try a cell's first steps on one device and under its strategy, and compare; nothing is changed.",

@@ -3,8 +3,8 @@
     master (devices, what runs) ──┐
     monitor (what was measured) ──┴─> PanelView ──> one display, changed by one thread
 
-Knows when to look and when to stop looking; what it looks like is `panel_html`'s. Only the newest state is
-ever drawn: nothing queues up.
+Knows when to look and when to stop looking; what it looks like is `panel_html`'s, and where it is shown
+`panel_screen`'s. Only the newest state is ever drawn: nothing queues up.
 """
 
 from __future__ import annotations
@@ -12,17 +12,18 @@ from __future__ import annotations
 import atexit
 import threading
 import time
-import uuid
 from collections.abc import Callable, Hashable
 from dataclasses import replace
 from enum import Enum
-from typing import Any, Protocol
+from typing import Any
 
 from openclaw_nb.cluster.master import MasterNode
 from openclaw_nb.cluster.run import CellRun, RunResult
 from openclaw_nb.core.errors import NotStartedError
 from openclaw_nb.monitor.store import Monitor
-from openclaw_nb.notebook.panel_html import PanelView, render_html, render_text
+from openclaw_nb.notebook.cellrun import blocks_kernel
+from openclaw_nb.notebook.panel_html import PanelView, Picture, draw
+from openclaw_nb.notebook.panel_screen import NotebookScreen, Screen
 
 LIVE_SECONDS = 0.5
 IDLE_SECONDS = 5.0
@@ -36,16 +37,6 @@ _NO_MEASUREMENT = (
 )
 _STOPPED = "The cluster has been stopped. These are the last readings."
 _RESTING = "Nothing has changed for 10 minutes, so the panel rests. %openclaw panel wakes it."
-
-
-class Screen(Protocol):
-    """A display that can be changed."""
-
-    def show(self, data: dict[str, Any]) -> None:
-        """Display a mime bundle in the cell that runs now."""
-
-    def update(self, data: dict[str, Any]) -> None:
-        """Change every display that `show` has opened; may come from any thread."""
 
 
 class Step(Enum):
@@ -71,18 +62,19 @@ class Pace:
         self._state: Hashable = None
         self._active = False
 
-    def next(self, now: float, state: Hashable, active: bool) -> Step:
-        """Say what to do, knowing what there is to show and whether something runs."""
-        if active or active != self._active or state != self._state:
+    def next(self, now: float, state: Hashable, running: bool, watched: bool = True) -> Step:
+        """Say what to do, knowing what there is to show, whether something runs, and whether anybody may look."""
+        active = running and watched
+        if running or active != self._active or state != self._state:
             self._changed_at = now
         began_or_ended, self._active, self._state = active != self._active, active, state
         if now - self._changed_at >= REST_SECONDS:
             return Step.REST
         return Step.DRAW if began_or_ended or now >= self._not_before else Step.WAIT
 
-    def drew(self, started: float, ended: float) -> None:
+    def drew(self, started: float, ended: float, interval_seconds: float = LIVE_SECONDS) -> None:
         """Take how long drawing took; a slow one is followed by a longer pause."""
-        usual = LIVE_SECONDS if self._active else IDLE_SECONDS
+        usual = interval_seconds if self._active else IDLE_SECONDS
         # A little less than the ticks are apart, so that none is missed by a hair.
         self._not_before = started + max(usual * 0.9, (ended - started) / _DRAWING_SHARE)
 
@@ -103,6 +95,8 @@ class Panel:
         Where it is shown; the notebook by default.
     clock : callable
         Seconds that only grow.
+    interval_seconds : float
+        How far apart its pictures are while something runs, at least; may be changed at any time.
     """
 
     def __init__(
@@ -112,13 +106,15 @@ class Panel:
         *,
         screen: Screen | None = None,
         clock: Callable[[], float] = time.monotonic,
+        interval_seconds: float = LIVE_SECONDS,
     ) -> None:
         self._master = master
         self._monitor = monitor
         self._screen = screen
         self._clock = clock
+        self.interval_seconds = interval_seconds
         self._last = PanelView()
-        self._sent: dict[str, Any] = {}
+        self._sent: Picture | None = None
         self._since: tuple[str, float] = ("", 0.0)
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
@@ -127,37 +123,43 @@ class Panel:
     # --------------------------------------------------------------------------------------- showing
 
     def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, Any]:
-        return self.bundle()
+        return dict(self.picture().bundle())
 
     def __repr__(self) -> str:
-        return render_text(self.view())
+        return self.picture().text
 
     def _ipython_display_(self) -> None:
         with self._lock:
             if self._screen is None:
-                self._screen = NotebookScreen()
-            self._sent = self.bundle()
+                self._screen = NotebookScreen(self._act)
+            self._sent = self.picture()
             self._screen.show(self._sent)
-            if self._screen_can_change():
+            if self._screen.live and self._master is not None:
                 self._start()
 
-    def _screen_can_change(self) -> bool:
-        return not isinstance(self._screen, NotebookScreen) or self._screen.live
-
-    def bundle(self) -> dict[str, Any]:
-        """Return the panel as it is now, as a mime bundle."""
-        view = self.view()
-        return {"text/html": render_html(view), "text/plain": render_text(view)}
+    def picture(self) -> Picture:
+        """Return the panel as it is now."""
+        return draw(self.view())
 
     def refresh(self) -> bool:
         """Draw the panel anew if it has been displayed and looks different; return whether it did."""
         with self._lock:
-            bundle = self.bundle()
-            if self._screen is None or bundle == self._sent:
+            picture = self.picture()
+            if self._screen is None or picture == self._sent:
                 return False
-            self._screen.update(bundle)
-            self._sent = bundle
+            self._screen.update(picture, blocking=blocks_kernel(picture.run_id))
+            self._sent = picture
             return True
+
+    def _act(self, what: str, run_id: str) -> None:
+        """Carry out what a button asks for; the run that it was pressed for may be over."""
+        master = self._master
+        if master is None or not master.running:
+            return
+        if what == "stop":
+            master.stop()
+        elif master.last_run is not None and master.last_run.run_id == run_id:
+            master.last_run.interrupt()
 
     # --------------------------------------------------------------------------------------- looking
 
@@ -172,16 +174,17 @@ class Panel:
         try:
             if self._master is None or not self._master.running:
                 return self._view_without_cluster()
-            run = self._master.last_run
-            running = run is not None and run.running
+            run, run_id = self._master.last_run, self._run_id()
             return PanelView(
+                at=time.time(),
                 name=self._master.name,
                 backend=self._master.backend,
                 epoch=self._master.epoch,
                 doing=self._doing(run),
                 devices=tuple(self._master.get_device_status()),
                 history=history,
-                running=running and history is not None and run is not None and history.run_id == run.run_id,
+                running=history is not None and history.run_id == run_id,
+                run_id=run_id,
                 note=_NO_RUN if run is None else _NO_MEASUREMENT if history is None else "",
             )
         except NotStartedError:  # stopped while we looked
@@ -198,6 +201,7 @@ class Panel:
             devices=devices,
             history=self._monitor.latest(),
             running=False,
+            run_id="",
             note=_STOPPED,
         )
 
@@ -246,32 +250,34 @@ class Panel:
     def _draw_until(self, stop: threading.Event) -> None:
         pace = Pace(self._clock())
         was_running = False
-        while not stop.wait(LIVE_SECONDS):
+        while not stop.wait(self.interval_seconds):
             running = self._master is not None and self._master.running
             if was_running and not running:
                 self.refresh()
                 return
             was_running = running
             now = self._clock()
-            step = pace.next(now, self._state(), self._active())
+            step = pace.next(now, self._state(), self._run_id() != "", self._watched())
             if step is Step.REST:
                 self._rest()
                 return
             if step is Step.DRAW:
                 self.refresh()
-                pace.drew(now, self._clock())
+                pace.drew(now, self._clock(), self.interval_seconds)
 
     def _rest(self) -> None:
         with self._lock:
             self._last = replace(self._last, note=_RESTING)
             if self._screen is not None:
-                self._screen.update(
-                    {"text/html": render_html(self._last), "text/plain": render_text(self._last)}
-                )
+                self._screen.update(draw(self._last), blocking=False)
 
-    def _active(self) -> bool:
+    def _run_id(self) -> str:
         run = self._master.last_run if self._master is not None else None
-        return run is not None and run.running
+        return run.run_id if run is not None and run.running else ""
+
+    def _watched(self) -> bool:
+        """Whether anybody may look: while the kernel is blocked, nothing can tell that it is in sight again."""
+        return self._screen is None or self._screen.watched or blocks_kernel(self._run_id())
 
     def _state(self) -> Hashable:
         """What tells that something happened; readings that always tremble do not."""
@@ -294,34 +300,12 @@ def _ended(result: RunResult) -> str:
     )
 
 
-class NotebookScreen:
-    """A display of its own in the notebook.
+_newest: Panel | None = None
 
-    Keeps the publisher of the moment it is made: a cell that captures its output replaces it for a while, and
-    a thread's updates would be caught with it.
-    """
 
-    def __init__(self) -> None:
-        from IPython.core.interactiveshell import InteractiveShell
-
-        self._shell = InteractiveShell.instance() if InteractiveShell.initialized() else None
-        self._publisher = self._shell.display_pub if self._shell is not None else None
-        self._display_id = f"openclaw-panel-{uuid.uuid4().hex}"
-
-    @property
-    def live(self) -> bool:
-        """Whether a display can be changed here: in a kernel, not in a terminal."""
-        return getattr(self._shell, "kernel", None) is not None
-
-    def show(self, data: dict[str, Any]) -> None:
-        """Display a mime bundle in the cell that runs now."""
-        from IPython.display import display
-
-        display(data, raw=True, display_id=self._display_id)
-
-    def update(self, data: dict[str, Any]) -> None:
-        """Change the display, wherever it is."""
-        if self._publisher is not None:
-            self._publisher.publish(
-                data=data, metadata={}, transient={"display_id": self._display_id}, update=True
-            )
+def panel_of(master: MasterNode | None, monitor: Monitor) -> Panel:
+    """Return the panel of a cluster: however often it is displayed, one thread draws it."""
+    global _newest
+    if _newest is None or _newest._master is not master or master is None:
+        _newest = Panel(master, monitor)
+    return _newest

@@ -1,6 +1,6 @@
 """The panel's picture: one moment of a cluster as HTML and as text.
 
-    PanelView (frozen: devices, what runs, what was measured, a note) ──> `render_html`, `render_text`
+    PanelView (frozen: devices, what runs, what was measured, a note) ──> `draw` ──> Picture (HTML in parts, text)
 
 Pure. Everything that comes from outside is escaped. Does not know where a view comes from, nor how often
 it is drawn.
@@ -19,12 +19,13 @@ from openclaw_nb.notebook.figures import charts, describe_run, rate_text
 from openclaw_nb.notebook.svg import STYLE
 
 NOTHING = "–"
+_SILENT_SECONDS = 2.0
 _LAST_TITLES = (
     '<th scope="col" class="oc-number">samples/s</th><th scope="col">doing</th>'
-    '<th scope="col" class="oc-number">pid</th>'
+    '<th scope="col">last seen</th><th scope="col" class="oc-number">pid</th>'
 )
 
-_STYLE = f"""<style>
+PANEL_STYLE = f"""
 .oc-panel {{ color: var(--jp-content-font-color1, inherit); font-size: 13px; line-height: 1.4;
   max-width: 1100px; }}
 .oc-panel p {{ margin: 0 0 6px; }}
@@ -45,7 +46,7 @@ _STYLE = f"""<style>
   background: #8a8a8a; }}
 .oc-dot.oc-busy {{ background: #2e9157; }}
 .oc-dot.oc-dead {{ background: #d0504c; }}
-{STYLE}</style>"""
+{STYLE}"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,6 +55,8 @@ class PanelView:
 
     Attributes
     ----------
+    at : float
+        The moment, in seconds since the epoch.
     name : str
         The cluster's; "" when there is none.
     backend : str
@@ -68,10 +71,13 @@ class PanelView:
         What was measured last.
     running : bool
         Whether that run goes on: then samples/s are those of now, else those of the whole run.
+    run_id : str
+        The cell that runs now, whether it measures anything or not; "" when none does.
     note : str
         Why something is missing, or what to do next; "" when there is nothing to say.
     """
 
+    at: float = 0.0
     name: str = ""
     backend: str = ""
     epoch: int = 0
@@ -79,6 +85,7 @@ class PanelView:
     devices: tuple[DeviceStatus, ...] = ()
     history: RunHistory | None = None
     running: bool = False
+    run_id: str = ""
     note: str = ""
 
     def rate_of(self, worker: str) -> float | None:
@@ -89,10 +96,49 @@ class PanelView:
         return None
 
 
-def render_html(view: PanelView) -> str:
-    """Draw the view as HTML, without scripts and without anything from outside."""
-    parts = [_head(view), _note(view), _device_table(view), _measured(view)]
-    return f'{_STYLE}<div class="oc-panel" role="group" aria-label="OpenClaw panel">{"".join(parts)}</div>'
+@dataclass(frozen=True, kw_only=True)
+class Picture:
+    """A view as it is shown.
+
+    Attributes
+    ----------
+    head, devices, measured : str
+        Parts of the panel as HTML, from top to bottom; each changes at its own pace.
+    text : str
+        All of it as plain text.
+    run_id : str
+        The cell that runs; "" when none does.
+    """
+
+    head: str
+    devices: str
+    measured: str
+    text: str
+    run_id: str = ""
+
+    @property
+    def html(self) -> str:
+        """All parts with their style, without scripts and without anything from outside."""
+        parts = "".join(f"<div>{part}</div>" for part in (self.head, self.devices, self.measured))
+        return (
+            f"<style>{PANEL_STYLE}</style>"
+            f'<div class="oc-panel" role="group" aria-label="OpenClaw panel">{parts}</div>'
+        )
+
+    def bundle(self) -> dict[str, str]:
+        """Return it by mime type, for front ends of every kind."""
+        return {"text/html": self.html, "text/plain": self.text}
+
+
+def draw(view: PanelView) -> Picture:
+    """Draw a view."""
+    return Picture(
+        head=_head(view) + _note(view),
+        devices=_device_table(view),
+        measured=_measured(view),
+        text=render_text(view),
+        run_id=view.run_id,
+    )
 
 
 def render_text(view: PanelView) -> str:
@@ -140,7 +186,7 @@ def _device_table(view: PanelView) -> str:
     warm = any(device.temperature is not None for device in view.devices)
     titles = ["device", "state", "utilisation", "memory", *(["temperature"] if warm else [])]
     head = "".join(f'<th scope="col">{title}</th>' for title in titles) + _LAST_TITLES
-    rows = "".join(_device_row(device, view.rate_of(device.worker), warm) for device in view.devices)
+    rows = "".join(_device_row(device, view, warm) for device in view.devices)
     # What can be scrolled must be reachable by keyboard.
     return (
         '<div class="oc-scroll" tabindex="0" role="group" aria-label="Devices">'
@@ -148,7 +194,7 @@ def _device_table(view: PanelView) -> str:
     )
 
 
-def _device_row(device: DeviceStatus, rate: float | None, warm: bool) -> str:
+def _device_row(device: DeviceStatus, view: PanelView, warm: bool) -> str:
     cells = [
         f'<th scope="row" title="{html.escape(f"{device.name}, {device.worker} on {device.host}")}">'
         f"{html.escape(device.id)}</th>",
@@ -162,8 +208,9 @@ def _device_row(device: DeviceStatus, rate: float | None, warm: bool) -> str:
             if warm
             else []
         ),
-        _cell("", rate_text(rate), "oc-number"),
+        _cell("", rate_text(view.rate_of(device.worker)), "oc-number"),
         _cell("", device.work or NOTHING, "oc-work"),
+        _cell("", _ago_text(view.at - device.seen)),
         _cell("", str(device.pid or NOTHING), "oc-number"),
     ]
     return f"<tr>{''.join(cells)}</tr>"
@@ -197,6 +244,11 @@ def _device_line(device: DeviceStatus, rate: float | None) -> str:
 
 
 # --------------------------------------------------------------------------------------------- values
+
+
+def _ago_text(seconds: float) -> str:
+    """Write how long ago something was; what is usual between two signs of a worker is now."""
+    return "now" if seconds < _SILENT_SECONDS else f"{seconds:,.0f} s ago"
 
 
 def percent_text(percent: float | None) -> str:

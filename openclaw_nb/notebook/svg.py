@@ -79,11 +79,15 @@ def line_chart(
         HTML: title, SVG and, for several lines, a legend; says so when there is no point to draw.
     """
     title = f'<p class="oc-title">{html.escape(labels.title)}</p>'
-    finite = [point for line in lines for point in zip(line.xs, line.ys, strict=True) if _finite(point)]
+    thinned = [thin(line.xs, line.ys, max_points) for line in lines]
+    finite = [point for points in thinned for point in points if _finite(point)]
     if not finite:
         return f'<div class="oc-chart">{title}<p>No value can be drawn.</p></div>'
     frame = _Frame.around(finite, from_zero)
-    drawn = "".join(_polyline(line, number, frame, max_points) for number, line in enumerate(lines))
+    drawn = "".join(
+        _polyline(points, _pen(line, number), frame)
+        for number, (line, points) in enumerate(zip(lines, thinned, strict=True))
+    )
     picture = (
         f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="{html.escape(labels.summary)}">'
         f"{_axes(frame, labels)}{drawn}</svg>"
@@ -138,20 +142,14 @@ def _stacked(bar: Bar, top: float) -> str:
 
 def thin(xs: Sequence[float], ys: Sequence[float], max_points: int) -> list[Point]:
     """Choose about ``max_points`` points: lowest and highest of each stretch, so that no peak is lost."""
-    points = list(zip(xs, ys, strict=True))
-    if len(points) <= max_points:
-        return points
-    size = math.ceil(len(points) / max(1, (max_points - 2) // 2))
-    kept = {0, len(points) - 1}
-    for start in range(0, len(points), size):
-        stretch = range(start, min(start + size, len(points)))
-        kept.add(min(stretch, key=lambda i: _rank(points[i][1])))
-        kept.add(max(stretch, key=lambda i: _rank(points[i][1])))
-    return [points[i] for i in sorted(kept)]
-
-
-def _rank(value: float) -> float:
-    return math.inf if math.isnan(value) else value
+    if len(ys) <= max_points:
+        return list(zip(xs, ys, strict=True))
+    size = math.ceil(len(ys) / max(1, (max_points - 2) // 2))
+    kept = {0, len(ys) - 1}
+    for start in range(0, len(ys), size):
+        stretch = [math.inf if y != y else y for y in ys[start : start + size]]  # NaN leaves a gap: kept
+        kept.update(start + stretch.index(y) for y in (min(stretch), max(stretch)))
+    return [(xs[i], ys[i]) for i in sorted(kept)]
 
 
 def _finite(point: Point) -> bool:
@@ -253,10 +251,9 @@ def _pen(line: Line, number: int) -> str:
     return f'fill="none" stroke="{COLOURS[number % len(COLOURS)]}" stroke-width="{width}"{dashes}'
 
 
-def _polyline(line: Line, number: int, frame: _Frame, max_points: int) -> str:
-    pen = _pen(line, number)
+def _polyline(points: Sequence[Point], pen: str, frame: _Frame) -> str:
     parts = []
-    for piece in _pieces(thin(line.xs, line.ys, max_points)):
+    for piece in _pieces(points):
         places = [frame.place(point) for point in piece]
         if len(places) == 1:
             x, _, y = places[0].partition(",")

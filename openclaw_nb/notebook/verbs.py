@@ -75,10 +75,12 @@ def _devices(context: Context, options: argparse.Namespace) -> Table:
 
 
 def _panel(context: Context, options: argparse.Namespace) -> Any:
-    from openclaw_nb.notebook.panel import Panel
+    from openclaw_nb.notebook.panel import panel_of
 
     cluster = context.session.cluster
-    return Panel(cluster.master if cluster is not None else None, context.session.monitor)
+    panel = panel_of(cluster.master if cluster is not None else None, context.session.monitor)
+    panel.interval_seconds = options.every
+    return panel
 
 
 def _verify(context: Context, options: argparse.Namespace) -> Certificate:

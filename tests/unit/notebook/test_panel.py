@@ -10,16 +10,9 @@ import pytest
 from openclaw_nb.cluster.master import MasterNode
 from openclaw_nb.cluster.status import DeviceStatus
 from openclaw_nb.monitor.store import Monitor
-from openclaw_nb.notebook.panel import (
-    IDLE_SECONDS,
-    LIVE_SECONDS,
-    REST_SECONDS,
-    NotebookScreen,
-    Pace,
-    Panel,
-    Step,
-)
-from openclaw_nb.notebook.panel_html import PanelView, memory_text, percent_text, render_html, render_text
+from openclaw_nb.notebook.panel import IDLE_SECONDS, LIVE_SECONDS, REST_SECONDS, Pace, Panel, Step, panel_of
+from openclaw_nb.notebook.panel_html import PanelView, Picture, draw, memory_text, percent_text, render_text
+from openclaw_nb.notebook.panel_screen import NotebookScreen
 from openclaw_nb.protocol.messages import Measured
 
 GIB = 1024**3
@@ -60,6 +53,10 @@ def view(**changes: Any) -> PanelView:
     return PanelView(**{**values, **changes})
 
 
+def draw_html(view: PanelView) -> str:
+    return draw(view).html
+
+
 def cells(text: str) -> list[list[str]]:
     """The words of each row of the table."""
     rows = re.findall(r"<tr>(.*?)</tr>", text, re.DOTALL)
@@ -69,26 +66,29 @@ def cells(text: str) -> list[list[str]]:
 class Recorder:
     """A screen that remembers what it was given."""
 
+    live = True
+    watched = True
+
     def __init__(self) -> None:
-        self.shown: list[dict[str, Any]] = []
-        self.updates: list[dict[str, Any]] = []
+        self.shown: list[Picture] = []
+        self.updates: list[Picture] = []
 
-    def show(self, data: dict[str, Any]) -> None:
-        self.shown.append(data)
+    def show(self, picture: Picture) -> None:
+        self.shown.append(picture)
 
-    def update(self, data: dict[str, Any]) -> None:
-        self.updates.append(data)
+    def update(self, picture: Picture, *, blocking: bool) -> None:
+        self.updates.append(picture)
 
 
 # ---------------------------------------------------------------------------------------- the picture
 
 
 def test_the_table_shows_each_device_with_its_samples_a_second() -> None:
-    drawn = render_html(view(devices=(device(0), device(1)), history=measured().latest(), running=True))
+    drawn = draw_html(view(devices=(device(0), device(1)), history=measured().latest(), running=True))
     assert cells(drawn) == [
-        ["device", "state", "utilisation", "memory", "samples/s", "doing", "pid"],
-        ["CPU-0", "busy", "37 %", "1.0 GiB of 4.0 GiB", "64", "waits in all_reduce for 3 s", "4711"],
-        ["CPU-1", "busy", "37 %", "1.0 GiB of 4.0 GiB", "128", "waits in all_reduce for 3 s", "4711"],
+        ["device", "state", "utilisation", "memory", "samples/s", "doing", "last seen", "pid"],
+        ["CPU-0", "busy", "37 %", "1.0 GiB of 4.0 GiB", "64", "waits in all_reduce for 3 s", "now", "4711"],
+        ["CPU-1", "busy", "37 %", "1.0 GiB of 4.0 GiB", "128", "waits in all_reduce for 3 s", "now", "4711"],
     ]
     assert re.findall(r'style="width:(\d+)%"', drawn) == ["37", "25", "37", "25"]
     assert "now <strong>192 samples/s</strong>" in drawn
@@ -96,14 +96,19 @@ def test_the_table_shows_each_device_with_its_samples_a_second() -> None:
 
 def test_readings_that_do_not_exist_are_dashes() -> None:
     unknown = device(utilisation=None, memory_used=None, memory_total=None, pid=None, work="", state="dead")
-    assert cells(render_html(view(devices=(unknown,))))[1] == ["CPU-0", "dead", "–", "–", "–", "–", "–"]
+    assert cells(draw_html(view(devices=(unknown,))))[1] == ["CPU-0", "dead", "–", "–", "–", "–", "now", "–"]
     assert render_text(view(devices=(unknown,))).splitlines()[1] == (
         "CPU-0: dead, utilisation –, memory –, – samples/s, –, pid –"
     )
 
 
+def test_a_worker_that_tells_nothing_was_last_seen_long_ago() -> None:
+    rows = cells(draw_html(view(at=1000.0, devices=(device(0, seen=999.0), device(1, seen=930.0)))))
+    assert [row[6] for row in rows] == ["last seen", "now", "70 s ago"]
+
+
 def test_temperature_shows_where_any_device_tells_it() -> None:
-    rows = cells(render_html(view(devices=(device(0, temperature=61.4), device(1)))))
+    rows = cells(draw_html(view(devices=(device(0, temperature=61.4), device(1)))))
     assert [row[4] for row in rows] == ["temperature", "61 °C", "–"]
 
 
@@ -115,13 +120,13 @@ def test_sizes_and_shares_in_words() -> None:
 def test_what_comes_from_outside_is_escaped() -> None:
     evil = "<script>alert('\"1')</script>"
     strange = device(id=evil, name=evil, worker=evil, host=evil, state=evil, work=evil)
-    drawn = render_html(view(name=evil, backend=evil, doing=evil, note=evil, devices=(strange,)))
+    drawn = draw_html(view(name=evil, backend=evil, doing=evil, note=evil, devices=(strange,)))
     assert "<script" not in drawn
     assert "alert('" not in drawn
 
 
 def test_headers_and_pictures_have_names_for_screen_readers() -> None:
-    drawn = render_html(view(devices=(device(),), history=measured().latest()))
+    drawn = draw_html(view(devices=(device(),), history=measured().latest()))
     assert re.findall(r"<th (?!scope=)", drawn) == []
     pictures = re.findall(r"<svg[^>]*>", drawn)
     assert len(pictures) == 2
@@ -141,7 +146,7 @@ def test_the_text_says_the_same() -> None:
 
 def test_an_update_of_many_devices_stays_small() -> None:
     # Jupyter's server drops what a kernel sends beyond 1 MB/s.
-    drawn = render_html(view(devices=tuple(device(n) for n in range(64)), history=measured(64).latest()))
+    drawn = draw_html(view(devices=tuple(device(n) for n in range(64)), history=measured(64).latest()))
     assert len(drawn) / LIVE_SECONDS < 200_000
 
 
@@ -152,7 +157,7 @@ def test_an_update_of_many_devices_stays_small() -> None:
 def test_an_empty_panel_says_why(master: MasterNode | None) -> None:
     panel = Panel(master, Monitor())
     assert repr(panel) == "No cluster is running. Start one with %openclaw start."
-    assert "No cluster is running" in panel.bundle()["text/html"]
+    assert "No cluster is running" in panel.picture().html
 
 
 def test_what_was_measured_shows_without_a_cluster() -> None:
@@ -175,7 +180,7 @@ def test_a_displayed_panel_follows_what_is_measured(displayed: tuple[Panel, Reco
     monitor.take(Measured(worker=0, run_id="run-1", seq=1, at=1.0, steps=1, samples=64, loss=None))
     assert panel.refresh() is True
     assert panel.refresh() is False  # nothing new
-    assert [("1 step, 64 samples" in data["text/plain"]) for data in recorder.updates] == [True]
+    assert [("1 step, 64 samples" in picture.text) for picture in recorder.updates] == [True]
 
 
 def test_one_thread_draws_however_often_it_is_displayed(displayed: tuple[Panel, Recorder, Monitor]) -> None:
@@ -190,6 +195,12 @@ def test_one_thread_draws_however_often_it_is_displayed(displayed: tuple[Panel, 
     assert panel.live
 
 
+def test_a_cluster_has_one_panel() -> None:
+    master, other = MasterNode(), MasterNode()
+    assert panel_of(master, Monitor()) is panel_of(master, Monitor())
+    assert panel_of(master, Monitor()) is not panel_of(other, Monitor())
+
+
 def test_it_rests_when_nothing_changes_and_says_so() -> None:
     now = [0.0]
     recorder = Recorder()
@@ -201,11 +212,11 @@ def test_it_rests_when_nothing_changes_and_says_so() -> None:
         now[0] += REST_SECONDS
         time.sleep(0.05)
     assert not panel.live
-    assert recorder.updates[-1]["text/plain"].endswith("%openclaw panel wakes it.")
+    assert recorder.updates[-1].text.endswith("%openclaw panel wakes it.")
 
 
 def test_a_terminal_shows_it_once() -> None:
-    assert NotebookScreen().live is False
+    assert NotebookScreen(lambda what, run_id: None).live is False
 
 
 # -------------------------------------------------------------------------------------------- the pace
@@ -239,6 +250,17 @@ def test_a_run_that_begins_or_ends_is_drawn_at_once() -> None:
     pace.drew(1.5, 1.5)
     assert pace.next(1.6, "a", True) is Step.WAIT
     assert pace.next(1.7, "a", False) is Step.DRAW
+
+
+def test_out_of_sight_it_is_drawn_seldom_and_does_not_rest_while_something_runs() -> None:
+    pace = Pace(0.0)
+    pace.next(0.0, "a", True)
+    pace.drew(0.0, 0.0)
+    assert pace.next(0.5, "a", True, watched=False) is Step.DRAW  # it has just gone
+    pace.drew(0.5, 0.5)
+    assert pace.next(1.0, "a", True, watched=False) is Step.WAIT
+    assert pace.next(0.5 + IDLE_SECONDS, "a", True, watched=False) is Step.DRAW
+    assert pace.next(2 * REST_SECONDS, "a", True, watched=False) is not Step.REST
 
 
 def test_it_rests_after_ten_minutes_without_change() -> None:

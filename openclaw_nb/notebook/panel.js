@@ -1,0 +1,129 @@
+// The panel in the front end: three parts of HTML that the kernel draws, each replaced when it changes, and two
+// buttons. Draws nothing while nobody can see it.
+
+const PARTS = ["head", "devices", "measured"];
+const CONFIRM_SECONDS = 5;
+
+/** What Jupyter's own front ends say of their server; null elsewhere. */
+function serverSettings() {
+  const element = document.getElementById("jupyter-config-data");
+  if (element === null) return null;
+  const { baseUrl, token } = JSON.parse(element.textContent);
+  return baseUrl ? { baseUrl, token } : null;
+}
+
+function serverHeaders(token) {
+  const headers = token ? { Authorization: `token ${token}` } : {};
+  const cookie = document.cookie.match(/(?:^|; )_xsrf=([^;]*)/);
+  return cookie === null ? headers : { ...headers, "X-XSRFToken": decodeURIComponent(cookie[1]) };
+}
+
+/** Press the notebook's stop button, which works whatever the kernel does; say whether that was possible. */
+async function interruptKernel(kernelId) {
+  const server = serverSettings();
+  if (server === null || !kernelId) return false;
+  const url = `${server.baseUrl}api/kernels/${encodeURIComponent(kernelId)}/interrupt`;
+  try {
+    return (await fetch(url, { method: "POST", headers: serverHeaders(server.token) })).ok;
+  } catch {
+    return false;
+  }
+}
+
+/** A cell that blocks the kernel is ended by its stop button; all else the kernel does when it hears of it. */
+async function act(model, kind, said) {
+  const run = model.get("run");
+  const ended = model.get("blocking") && (await interruptKernel(model.get("kernel_id")));
+  if (kind === "stop" || !ended) model.send({ kind, run });
+  said.textContent = model.get("blocking") && !ended ? "Asked. The kernel answers when its cell ends." : "Asked.";
+}
+
+function button(label, press) {
+  const element = document.createElement("button");
+  element.type = "button";
+  element.textContent = label;
+  element.addEventListener("click", () => press(element));
+  return element;
+}
+
+/** A button that must be pressed twice. */
+function carefulButton(label, confirmation, press) {
+  let timer = 0;
+  const calm = (element) => {
+    clearTimeout(timer);
+    timer = 0;
+    element.textContent = label;
+  };
+  return button(label, (element) => {
+    if (timer) {
+      calm(element);
+      press();
+      return;
+    }
+    element.textContent = confirmation;
+    timer = setTimeout(calm, CONFIRM_SECONDS * 1000, element);
+  });
+}
+
+function buttonRow(model) {
+  const row = document.createElement("div");
+  row.className = "oc-buttons";
+  const said = document.createElement("span");
+  said.setAttribute("role", "status");
+  const interrupt = button("Interrupt the cell", () => act(model, "interrupt", said));
+  const stop = carefulButton("Stop the cluster", "Really stop? The workers' variables are lost", () =>
+    act(model, "stop", said),
+  );
+  row.append(interrupt, stop, said);
+  const update = () => {
+    said.textContent = "";
+    row.hidden = model.get("run") === "";
+  };
+  update();
+  return { row, update };
+}
+
+function render({ model, el }) {
+  const panel = document.createElement("div");
+  panel.className = "oc-panel";
+  panel.setAttribute("role", "group");
+  panel.setAttribute("aria-label", "OpenClaw panel");
+  const elements = Object.fromEntries(PARTS.map((part) => [part, document.createElement("div")]));
+  const buttons = buttonRow(model);
+  panel.append(elements.head, buttons.row, elements.devices, elements.measured);
+  el.append(panel);
+
+  const stale = new Set(PARTS);
+  let seen = true;
+  const draw = () => {
+    if (!seen) return;
+    for (const part of stale) elements[part].innerHTML = model.get(part);
+    stale.clear();
+  };
+  const listeners = PARTS.map((part) => [
+    `change:${part}`,
+    () => {
+      stale.add(part);
+      draw();
+    },
+  ]);
+  listeners.push(["change:run", buttons.update]);
+  for (const [event, listener] of listeners) model.on(event, listener);
+
+  const observer = new IntersectionObserver((entries) => {
+    const now = entries[entries.length - 1].isIntersecting;
+    if (now !== seen) model.send({ kind: "seen", seen: now });
+    seen = now;
+    draw();
+  });
+  observer.observe(panel);
+  draw();
+  model.send({ kind: "here" });
+
+  return () => {
+    observer.disconnect();
+    for (const [event, listener] of listeners) model.off(event, listener);
+  };
+}
+
+export default { render };
