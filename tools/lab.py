@@ -16,7 +16,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -30,7 +30,7 @@ _ARGUMENTS = [
     "--disable-background-networking",
     "--disable-component-update",
 ]
-_THEMES = "@jupyterlab/apputils-extension/themes.jupyterlab-settings"
+_SETTINGS = "@jupyterlab/apputils-extension"
 
 
 class Lab:
@@ -44,17 +44,31 @@ class Lab:
         Use the dark theme.
     widgets : bool
         Whether the server knows ipywidgets' front end.
+    variables : mapping of str to str
+        More environment variables of the server and its kernels.
     """
 
-    def __init__(self, folder: Path, *, dark: bool = False, widgets: bool = True) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        dark: bool = False,
+        widgets: bool = True,
+        variables: Mapping[str, str] | None = None,
+    ) -> None:
         self.folder = folder
         self.widgets = widgets
+        self._variables = dict(variables or {})
         with socket.create_server(("127.0.0.1", 0)) as probe:
             self.port = probe.getsockname()[1]
         self._token = secrets.token_hex(16)
-        settings = folder / "settings" / _THEMES
-        settings.parent.mkdir(parents=True, exist_ok=True)
-        settings.write_text(json.dumps({"theme": "JupyterLab Dark" if dark else "JupyterLab Light"}))
+        self._set("themes", {"theme": "JupyterLab Dark" if dark else "JupyterLab Light"})
+        self._set("notification", {"fetchNews": "false", "checkForUpdates": False})
+
+    def _set(self, what: str, values: Mapping[str, Any]) -> None:
+        path = self.folder / "settings" / _SETTINGS / f"{what}.jupyterlab-settings"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(values))
 
     def __enter__(self) -> Lab:
         command = [
@@ -79,6 +93,7 @@ class Lab:
             "JUPYTERLAB_SETTINGS_DIR": str(self.folder / "settings"),
             "JUPYTERLAB_WORKSPACES_DIR": str(self.folder / "workspaces"),
             "JUPYTER_PREFER_ENV_PATH": "1",
+            **self._variables,
         }
         self._log = open(self.folder / "lab.log", "w")
         self.process = subprocess.Popen(command, stdout=self._log, stderr=self._log, env=environment)
@@ -118,14 +133,14 @@ class Lab:
         page.goto(f"http://127.0.0.1:{self.port}/lab/tree/{name}?token={self._token}&reset")
         page.wait_for_selector(".jp-Notebook .jp-CodeCell", timeout=60_000)
         page.wait_for_selector("#jp-main-statusbar:has-text('| Idle')", timeout=60_000)
-        return Notebook(page)
+        return Notebook(page, self.folder / name)
 
 
 class Notebook:
-    """The notebook that a page shows."""
+    """The notebook that a page shows, which lies in ``path``."""
 
-    def __init__(self, page: Any) -> None:
-        self.page = page
+    def __init__(self, page: Any, path: Path) -> None:
+        self.page, self.path = page, path
         self._cells = page.locator(".jp-CodeCell")
 
     def start(self, number: int) -> None:
@@ -162,11 +177,13 @@ class Notebook:
         """Return a cell's output as text."""
         return "\n".join(self._cells.nth(number).locator(".jp-OutputArea-output").all_inner_texts())
 
-    def save(self) -> None:
-        """Save the notebook."""
+    def saved(self) -> Any:
+        """Save the notebook and return what is saved."""
+        before = self.path.stat().st_mtime_ns
         self.page.keyboard.press("Escape")
         self.page.keyboard.press("Control+s")
-        self.page.wait_for_timeout(1500)
+        wait_until(lambda: self.path.stat().st_mtime_ns != before, 20)
+        return nbformat.read(self.path, as_version=4)
 
 
 def wait_until(condition: Callable[[], bool], seconds: float) -> float:

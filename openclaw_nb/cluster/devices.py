@@ -1,10 +1,9 @@
-"""What a machine has to run workers on, which of it each worker gets, and how busy it is.
+"""What a machine has to run workers on, and which of it each worker gets.
 
 GPUs are known through ``nvidia-smi`` alone: no torch and no CUDA, which must never start in the kernel.
 Cores and memory are those that this process may use, so affinity and container limits count.
 
     list_devices() ─► choose_devices(n, "auto" | "GPU-0,GPU-1") ─► one Device a worker
-    DeviceReader   ─► DeviceReading, again and again, None for what cannot be read
 
 `choose_devices` decides from its arguments alone. This file does not pin, start or know workers.
 """
@@ -13,24 +12,18 @@ from __future__ import annotations
 
 import os
 import platform
-import subprocess
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import cycle, islice
 from pathlib import Path
 
-import psutil
-
+from openclaw_nb.cluster.readings import mebibytes, query_gpus
 from openclaw_nb.core.errors import ResourceError, UnknownNameError, UsageError, unknown_name
-from openclaw_nb.core.host import number_in, text_of, total_memory_bytes, usable_cores
+from openclaw_nb.core.host import text_of, usable_cores
 
 MEMORY_PER_WORKER_BYTES = 2 * 1024**3
 """Host memory that a worker with torch and a small model needs."""
 
-_SMI_SECONDS = 10.0  # without persistence mode the driver wakes up each GPU first
-_READING_AGE_SECONDS = 0.5
-_MIB = 1024**2
 _GIB = 1024**3
 
 
@@ -73,10 +66,10 @@ def threads_per_worker(num_workers: int, cores: int) -> int:
 
 
 def _list_gpus(visible: str | None) -> list[Device]:
-    rows = _query_gpus("index,uuid,name,memory.total")
+    rows = query_gpus("index,uuid,name,memory.total")
     gpus = {}
     for index, uuid, name, memory in rows:
-        gpus[uuid] = Device(f"GPU-{index}", "gpu", int(index), name, _mebibytes(memory))
+        gpus[uuid] = Device(f"GPU-{index}", "gpu", int(index), name, mebibytes(memory))
     return list(gpus.values()) if visible is None else list(_visible_gpus(gpus, visible))
 
 
@@ -240,160 +233,3 @@ def _check_memory(num_workers: int, memory_available_bytes: int) -> None:
         f"{MEMORY_PER_WORKER_BYTES / _GIB:.0f} GiB. {advice}, or start all the same: "
         "--oversubscribe or OPENCLAW_OVERSUBSCRIBE=1."
     )
-
-
-# ------------------------------------------------------------------------------------------ how busy they are
-
-
-@dataclass(frozen=True)
-class DeviceReading:
-    """What could be measured of a device; None for what cannot.
-
-    Attributes
-    ----------
-    utilisation_percent : float or None
-        0 to 100: of a GPU, or of one core for a worker on a core.
-    memory_used_bytes, memory_total_bytes : int or None
-        The GPU's memory; for a worker on a core its own and its children's, and the host's or container's.
-    temperature_celsius, power_watts : float or None
-        Of a GPU.
-    """
-
-    utilisation_percent: float | None = None
-    memory_used_bytes: int | None = None
-    memory_total_bytes: int | None = None
-    temperature_celsius: float | None = None
-    power_watts: float | None = None
-
-
-class DeviceReader:
-    """Takes readings again and again; utilisation is that of the time since the last one. Never raises.
-
-    Parameters
-    ----------
-    clock : callable
-        Seconds that only grow; ``nvidia-smi`` is asked at most twice a second by it.
-    """
-
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
-        self._workers: dict[int, _WorkerMeter] = {}
-        self._gpus: dict[int, DeviceReading] = {}
-        self._gpus_read_at: float | None = None
-
-    def read_cpu_worker(self, pid: int) -> DeviceReading:
-        """Read a worker's process with its children (data loader workers, say).
-
-        Parameters
-        ----------
-        pid : int
-            The worker's process id.
-
-        Returns
-        -------
-        DeviceReading
-            Its utilisation is None at the first call for a process, for there is nothing to compare with.
-        """
-        try:
-            meter = self._workers.get(pid)
-            if meter is None or not meter.is_running():
-                meter = self._workers[pid] = _WorkerMeter(pid)
-            return meter.read()
-        except (psutil.Error, OSError, ValueError, OverflowError):
-            self._workers.pop(pid, None)
-            return DeviceReading()
-
-    def read_gpu(self, index: int) -> DeviceReading:
-        """Read a GPU by its number in ``nvidia-smi``; one query serves all GPUs for half a second."""
-        now = self._clock()
-        if self._gpus_read_at is None or now - self._gpus_read_at > _READING_AGE_SECONDS:
-            self._gpus, self._gpus_read_at = _read_gpus(), now
-        return self._gpus.get(index, DeviceReading())
-
-
-def read_cpu_worker(pid: int, interval_seconds: float = 0.1) -> DeviceReading:
-    """Read a worker's process once, watching it for a moment; for repeated readings use `DeviceReader`."""
-    reader = DeviceReader()
-    reader.read_cpu_worker(pid)
-    time.sleep(interval_seconds)
-    return reader.read_cpu_worker(pid)
-
-
-def read_gpu(index: int) -> DeviceReading:
-    """Read a GPU once by its number in ``nvidia-smi``."""
-    return DeviceReader().read_gpu(index)
-
-
-class _WorkerMeter:
-    """The processor time of one process and its children, between two looks."""
-
-    def __init__(self, pid: int) -> None:
-        self._process = psutil.Process(pid)
-        self._spent: dict[psutil.Process, float] = {}
-        self._looked_at: float | None = None
-
-    def is_running(self) -> bool:
-        return bool(self._process.is_running())
-
-    def read(self) -> DeviceReading:
-        if self._process.status() == psutil.STATUS_ZOMBIE:
-            raise psutil.ZombieProcess(self._process.pid)
-        children = self._process.children(recursive=True)
-        used = int(self._process.memory_info().rss) + sum(map(_own_memory, children))
-        busy = self._utilisation([self._process, *children])
-        return DeviceReading(busy, used, total_memory_bytes())
-
-    def _utilisation(self, processes: list[psutil.Process]) -> float | None:
-        """Compare with the last look; a child that is new since then spent all of its time since then."""
-        now, spent = time.monotonic(), {p: _processor_seconds(p) for p in processes}
-        before, looked_at = self._spent, self._looked_at
-        self._spent, self._looked_at = spent, now
-        if looked_at is None or now <= looked_at:
-            return None
-        busy = sum(seconds - before.get(process, 0.0) for process, seconds in spent.items())
-        return min(100.0, 100.0 * busy / (now - looked_at))
-
-
-def _processor_seconds(process: psutil.Process) -> float:
-    try:
-        times = process.cpu_times()
-        return float(times.user + times.system)
-    except psutil.Error:
-        return 0.0  # a child that has just ended
-
-
-def _own_memory(child: psutil.Process) -> int:
-    """Memory that a child does not share: a forked loader shows its parent's pages as resident too."""
-    try:
-        return int(child.memory_full_info().uss)
-    except (psutil.Error, OSError):
-        return 0
-
-
-def _read_gpus() -> dict[int, DeviceReading]:
-    rows = _query_gpus("index,utilization.gpu,memory.used,memory.total,temperature.gpu,power.draw")
-    return {
-        int(index): DeviceReading(
-            number_in(busy), _mebibytes(used), _mebibytes(total), number_in(temperature), number_in(power)
-        )
-        for index, busy, used, total, temperature, power in rows
-    }
-
-
-def _query_gpus(fields: str) -> list[list[str]]:
-    """Ask ``nvidia-smi``; no rows where it is not there, fails, hangs or answers something else."""
-    command = ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader,nounits"]
-    try:
-        answer = subprocess.run(
-            command, check=False, capture_output=True, text=True, errors="replace", timeout=_SMI_SECONDS
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return []
-    rows = [[word.strip() for word in line.split(",")] for line in answer.stdout.splitlines()]
-    good = [row for row in rows if len(row) == fields.count(",") + 1 and row[0].isdigit()]
-    return good if answer.returncode == 0 else []
-
-
-def _mebibytes(word: str) -> int | None:
-    number = number_in(word)
-    return None if number is None else int(number * _MIB)

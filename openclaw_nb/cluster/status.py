@@ -6,7 +6,7 @@ import socket
 import time
 from dataclasses import dataclass
 
-from openclaw_nb.cluster.devices import DeviceReader, DeviceReading
+from openclaw_nb.cluster.readings import DeviceReader, DeviceReading
 from openclaw_nb.cluster.worker import Worker
 
 

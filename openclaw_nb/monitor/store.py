@@ -198,6 +198,7 @@ class _WorkerLog:
         self._gap = 0.0
         self._seq = 0
         self._at = float("-inf")
+        self._elapsed = 0.0
         self._first: tuple[float, int] | None = None
         self._recent: deque[_Point] = deque(maxlen=points)
         self._seconds: dict[str, float] = {}
@@ -235,7 +236,7 @@ class _WorkerLog:
     def _measure(self, at: float, elapsed: float) -> None:
         if at < self._at:
             self._recent.clear()  # the clock was set back: times before and after cannot be compared
-        self._at = at
+        self._at, self._elapsed = at, elapsed
         self._first = self._first or (elapsed, self.samples)
         self._recent.append(_Point(at, self.samples, dict(self._seconds)))
         self.rate = self._window_rate(at)
@@ -270,9 +271,8 @@ class _WorkerLog:
     def samples_of_first_event(self) -> int:
         return self._first[1] if self._first else 0
 
-    def history(self, now: float) -> WorkerHistory:
-        cumulative = self._cumulative.curve()
-        span = cumulative.x[-1] - cumulative.x[0] if cumulative else 0.0
+    def history(self, now: float, curves: bool) -> WorkerHistory:
+        span = self._elapsed - self._first[0] if self._first else 0.0
         return WorkerHistory(
             worker=self.worker,
             steps=self.steps,
@@ -285,8 +285,8 @@ class _WorkerLog:
             num_bytes=self._num_bytes,
             drift=self._drift,
             first_nan=self._first_nan,
-            cumulative=cumulative,
-            rates=self._rates.curve(),
+            cumulative=self._cumulative.curve() if curves else Curve(),
+            rates=self._rates.curve() if curves else Curve(),
         )
 
 
@@ -328,8 +328,8 @@ class _RunLog:
         if len(known) == len(rates):  # a worker that has only begun would show as a dip
             self._rates.add(elapsed, sum(known))
 
-    def history(self, now: float) -> RunHistory:
-        workers = tuple(log.history(now) for _, log in sorted(self._workers.items()))
+    def history(self, now: float, worker_curves: bool = True) -> RunHistory:
+        workers = tuple(log.history(now, worker_curves) for _, log in sorted(self._workers.items()))
         samples = sum(worker.samples for worker in workers)
         known = [worker.rate for worker in workers if worker.rate is not None]
         return RunHistory(
@@ -423,10 +423,17 @@ class Monitor:
             self._runs[event.run_id].take(event, self._clock())
             self._version += 1
 
-    def latest(self) -> RunHistory | None:
-        """Return what is known of the run that began last, or None when nothing was measured."""
+    def latest(self, *, worker_curves: bool = True) -> RunHistory | None:
+        """Return what is known of the run that began last, or None when nothing was measured.
+
+        Parameters
+        ----------
+        worker_curves : bool
+            Whether to copy each worker's lines, too, which takes a while for many workers.
+        """
         with self._lock:
-            return next(reversed(self._runs.values())).history(self._clock()) if self._runs else None
+            newest = next(reversed(self._runs.values()), None)
+            return newest.history(self._clock(), worker_curves) if newest is not None else None
 
     def history(self, run_id: str) -> RunHistory | None:
         """Return what is known of a run, or None when it measured nothing or is no longer kept."""

@@ -25,6 +25,7 @@ PLOTLY_MIME = "application/vnd.plotly.v1+json"
 
 _MAX_LINES = 16
 _MAX_POINTS = 300
+_LIVE_POINTS = 120
 _ALL_POINTS = 1600  # of all lines of a chart together
 _DIGITS = 5
 
@@ -103,13 +104,18 @@ def charts(history: RunHistory, *, each_worker: bool = True, now: bool = False) 
     each_worker : bool
         Draw a line a worker beside that of all together.
     now : bool
-        Show what time goes to now, not over the whole run.
+        For a moment's look: show what time goes to now, not over the whole run, and draw fewer points.
     """
-    drawn = _rate_chart(history, each_worker) + _loss_chart(history) + sync_chart(history, now=now)
+    points = _LIVE_POINTS if now else _MAX_POINTS
+    drawn = (
+        _rate_chart(history, each_worker, points)
+        + _loss_chart(history, points)
+        + sync_chart(history, now=now)
+    )
     return f'<div class="oc-charts">{drawn}</div>'
 
 
-def _rate_chart(history: RunHistory, each_worker: bool) -> str:
+def _rate_chart(history: RunHistory, each_worker: bool, max_points: int) -> str:
     if not history.rates:
         return _no_chart("Samples/s", "Known from the second measurement on.")
     unit, lines = _rate_lines(history, each_worker)
@@ -118,14 +124,14 @@ def _rate_chart(history: RunHistory, each_worker: bool) -> str:
     labels = Labels(
         f"Samples/s{_left_out(history.workers) if each_worker else ''}", unit, "samples/s", summary
     )
-    return line_chart(lines, labels, max_points=_points_each(len(lines)), from_zero=True)
+    return line_chart(lines, labels, max_points=min(max_points, _points_each(len(lines))), from_zero=True)
 
 
-def _loss_chart(history: RunHistory) -> str:
+def _loss_chart(history: RunHistory, max_points: int) -> str:
     if not history.loss:
         return _no_chart("Loss", "No loss was measured.")
     summary = f"Loss by step: {loss_text(history.loss)} in {_counted(history.steps, 'step')}"
-    return line_chart(_loss_lines(history), Labels("Loss", "step", "loss", summary), max_points=_MAX_POINTS)
+    return line_chart(_loss_lines(history), Labels("Loss", "step", "loss", summary), max_points=max_points)
 
 
 def _no_chart(title: str, why: str) -> str:

@@ -170,7 +170,7 @@ class Panel:
             return self._last
 
     def _look(self) -> PanelView:
-        history = self._monitor.latest()
+        history = self._monitor.latest(worker_curves=False)
         try:
             if self._master is None or not self._master.running:
                 return self._view_without_cluster()

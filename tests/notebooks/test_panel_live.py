@@ -88,6 +88,16 @@ def test_updates_change_the_panel_and_not_the_running_cell(watched: Watcher) -> 
     assert shown.data["text/plain"] == watched.seen[-1][-1]
 
 
+def test_a_program_that_executes_notebooks_gets_no_widget(watched: Watcher) -> None:
+    assert "widgets" not in watched.nb.metadata
+    assert all(
+        "widget-view" not in kind
+        for cell in watched.nb.cells
+        for o in cell.outputs
+        for kind in o.get("data", {})
+    )
+
+
 def test_it_ends_with_the_cluster_and_its_last_readings_stay(watched: Watcher) -> None:
     assert "live False\n" in _printed(watched, END)
     (shown,) = watched.nb.cells[PANEL].outputs

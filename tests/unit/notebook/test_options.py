@@ -188,3 +188,11 @@ def test_targets_that_do_not_exist(text: str, said: str) -> None:
     with pytest.raises(UsageError) as caught:
         resolve_targets(text, PLACES)
     assert said in str(caught.value)
+
+
+@pytest.mark.parametrize("text", ["0", "0.09", "61", "-1", "nan", "inf", "often"])
+def test_the_panels_interval_has_limits(text: str) -> None:
+    with pytest.raises(UsageError, match=r"not a number of seconds from 0\.1 to 60"):
+        options.VERBS["panel"].parse(["--every", text])
+    assert options.VERBS["panel"].parse(["--every", "0.25"]).every == 0.25
+    assert options.VERBS["panel"].parse([]).every == 0.5
