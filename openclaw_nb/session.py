@@ -118,8 +118,8 @@ class Session:
         with self._lock:
             self._check_none_runs()
             self._stop_at_exit()
-            master = MasterNode.attach(name, lease_seconds=cluster.lease_seconds)
-            master.listen(self.monitor.take)
+            lease, listener = cluster.lease_seconds, self.monitor.take
+            master = MasterNode.attach(name, lease_seconds=lease, listener=listener)
             self._cluster = cluster
             return master
 

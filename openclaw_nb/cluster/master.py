@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
+from openclaw_nb.cluster.adopted import AdoptedRun, newest
 from openclaw_nb.cluster.devices import Device
 from openclaw_nb.cluster.exchange import Exchange
 from openclaw_nb.cluster.files import ClusterFiles
@@ -129,8 +130,16 @@ class MasterNode:
         return self._door
 
     @classmethod
-    def attach(cls, name: str | None = None, *, lease_seconds: float = 0.0) -> MasterNode:
+    def attach(
+        cls,
+        name: str | None = None,
+        *,
+        lease_seconds: float = 0.0,
+        listener: Callable[[Event], None] | None = None,
+    ) -> MasterNode:
         """Take over a cluster that runs without an owner: one that was detached, or whose kernel ended in its lease.
+
+        The cell that runs there, or ran last, is `last_run`, with what it has shown so far.
 
         Parameters
         ----------
@@ -138,6 +147,8 @@ class MasterNode:
             Which; not needed where there is one.
         lease_seconds : float
             As for `MasterNode`.
+        listener : callable, optional
+            As for `listen`, from the beginning of that cell.
 
         Raises
         ------
@@ -149,13 +160,35 @@ class MasterNode:
                 state["host"], name=state["name"], backend=state["backend"], lease_seconds=lease_seconds
             )
             master.cluster_id = files.cluster_id
+            if listener is not None:
+                master.listen(listener)
             try:
                 master._own(files).find_controller()
                 master._members.take_over([Device(**device) for device in state["devices"]])
+                master._take_up()
             except BaseException:
                 master._let_go()  # what runs there may be worth keeping
                 raise
         return master
+
+    def _take_up(self) -> None:
+        """Follow the cell that runs, or ran last; form a group when it has ended."""
+        members = self._members
+        records = newest(members.records())
+        if not records:
+            self._after_another_owner()
+            return
+        epoch = next(iter(records.values()))["epoch"]
+        others = [w for w in members.workers if w.alive and w.number not in records]
+        absent = [w.rank for w in others if w.epoch == epoch and w not in members.silent]
+        silent = [worker.number for worker in members.silent]
+        run = AdoptedRun(members.door, records, silent, absent, self._on_run_finished, self._tell)
+        self._run = self.last_run = run
+        run.follow()
+
+    def _after_another_owner(self) -> None:
+        self._members.end_forming()
+        self._members.mend()
 
     def detach(self) -> None:
         """Leave the cluster running, without an owner, until somebody attaches to it; a cell that runs goes on."""
@@ -303,6 +336,7 @@ class MasterNode:
             When there is no cluster, or a rank is still busy, or another cell runs.
         """
         members = self._members
+        self._refuse_while_a_cell_runs()
         members.ensure_ready(on_wait)
         ranks, absent = self._gather_ranks(targets, alone=strategy is not None)
         with self._lock:
@@ -353,7 +387,10 @@ class MasterNode:
 
     def _on_run_finished(self, result: RunResult) -> None:
         busy = [self._run.ranks[r] for r in result.busy] if self._run else []
-        if self._membership is not None:
+        if self._membership is not None and isinstance(self._run, AdoptedRun):
+            self._membership.end_forming()
+            self._membership.after_run(clean=False, busy=busy)
+        elif self._membership is not None:
             # A release cuts the group's collectives, also when every rank came out well in the same instant.
             self._membership.after_run(clean=result.ok and not result.cause, busy=busy)
 
@@ -417,7 +454,12 @@ class MasterNode:
 
     def _ensure_idle(self) -> None:
         """Wait until the group stands; variables do not move while a cell uses them."""
-        self._members.ensure_ready(None)
+        members = self._members
+        self._refuse_while_a_cell_runs()
+        members.ensure_ready(None)
+        self._refuse_while_a_cell_runs()
+
+    def _refuse_while_a_cell_runs(self) -> None:
         if self._run is not None and self._run.running:
             raise ClusterError(_BUSY)
 
@@ -455,11 +497,15 @@ class MasterNode:
     def _on_event(self, event: Event) -> None:
         if self._membership is not None:
             self._membership.heard(event.worker)
-        if isinstance(event, Measured):
-            for listener in list(self._listeners):
-                listener(event)
-        if self._run is not None:
-            self._run.tell(event)
+        run = self._run
+        if isinstance(event, Measured) and not (isinstance(run, AdoptedRun) and run.run_id == event.run_id):
+            self._tell(event)
+        if run is not None:
+            run.tell(event)
+
+    def _tell(self, event: Event) -> None:
+        for listener in list(self._listeners):
+            listener(event)
 
     def _on_joined(self, number: int) -> None:
         if self._membership is not None:

@@ -6,13 +6,13 @@ the place of one that died. One thread at a time changes the membership; `ensure
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future
-from concurrent.futures import TimeoutError as FutureTimeout
+from concurrent.futures import Future, wait
 from dataclasses import asdict
 from typing import Any
 
@@ -21,7 +21,7 @@ from openclaw_nb.cluster.ipp import Door
 from openclaw_nb.cluster.worker import Worker
 from openclaw_nb.core.errors import ClusterError, OpenClawError, StartError, WorkerDiedError
 from openclaw_nb.core.host import usable_cores
-from openclaw_nb.protocol.messages import Done, Failed, FormGroup, Locate, Release, Reply
+from openclaw_nb.protocol.messages import Done, Failed, FormGroup, Locate, Recall, Release, Reply
 
 Progress = Callable[[int, int, str], None]
 _START_SECONDS = 120.0
@@ -30,6 +30,8 @@ _POLL_SECONDS = 0.05
 _MAX_ATTEMPTS = 3
 _PATIENCE_SECONDS = 1.0
 _CLOSE_SECONDS = 10.0
+_ANSWER_SECONDS = 5.0
+_NO_ANSWER = "a cell that lets nothing else run"
 
 
 class Membership:
@@ -90,18 +92,45 @@ class Membership:
             "devices": [asdict(worker.device) for worker in self.workers],
         }
 
-    def take_over(self, devices: Sequence[Device]) -> list[Worker]:
-        """Take over workers that run; the group is formed anew, in the background where one is still busy."""
+    def take_over(self, devices: Sequence[Device]) -> None:
+        """Take over workers that run. `mend` forms a group of them."""
         self.workers = [Worker(number=i, device=device) for i, device in enumerate(devices)]
         self.door.connect()
-        for number in range(len(devices)):
-            if not self.workers[number].alive:
-                self.notes.append(f"{self.workers[number].id} is gone: a new process starts in its place.")
         for worker in self.workers:
-            if worker.alive:
-                self._locate(worker)
-        self.mend()
-        return self.workers
+            if not worker.alive:
+                self.notes.append(f"{worker.id} is gone: a new process starts in its place.")
+        for worker in self._ask_where():
+            worker.busy_with = _NO_ANSWER
+
+    def _ask_where(self) -> list[Worker]:
+        """Ask all workers where they are; return those that do not answer in time."""
+        asked = {w.number: self.door.request_at_once(w.number, Locate()) for w in self.workers if w.alive}
+        wait(asked.values(), timeout=_ANSWER_SECONDS)
+        for number, answer in asked.items():
+            if answer.done():
+                self._take_place(self.workers[number], answer)
+        return [self.workers[number] for number, answer in asked.items() if not answer.done()]
+
+    def records(self) -> dict[int, dict[str, Any] | None]:
+        """Return what each worker that answers has to say of its newest cell, by its number."""
+        ask = Recall(with_output=False)
+        asked = {
+            w.number: self.door.request_at_once(w.number, ask)
+            for w in self.workers
+            if w.alive and w.busy_with != _NO_ANSWER
+        }
+        wait(asked.values(), timeout=_ANSWER_SECONDS)
+        found = {}
+        for number, answer in asked.items():
+            with contextlib.suppress(WorkerDiedError, TimeoutError):
+                reply = answer.result(timeout=0)
+                found[number] = reply.value.get("run") if isinstance(reply, Done) else None
+        return found
+
+    @property
+    def silent(self) -> list[Worker]:
+        """Workers that have not said where they are since they were taken over."""
+        return [worker for worker in self.workers if worker.busy_with == _NO_ANSWER]
 
     def _launch(self, worker: Worker) -> None:
         cores = usable_cores()
@@ -144,18 +173,26 @@ class Membership:
             time.sleep(_POLL_SECONDS)
 
     def _locate(self, worker: Worker) -> None:
+        answer = self.door.request_at_once(worker.number, Locate())
+        wait([answer], timeout=_ANSWER_SECONDS)
+        if answer.done():
+            self._take_place(worker, answer)
+
+    def _take_place(self, worker: Worker, answer: Future[Reply]) -> None:
         try:
-            reply = self.door.request_at_once(worker.number, Locate()).result(timeout=5)
-        except (WorkerDiedError, FutureTimeout):
+            reply = answer.result()
+        except WorkerDiedError:
             return
         if isinstance(reply, Done):
-            worker.pid, worker.store_port = reply.value["pid"], reply.value["store_port"]
+            value = reply.value
+            worker.pid, worker.store_port, worker.epoch = value["pid"], value["store_port"], value["epoch"]
             worker.seen = time.time()
-            self.epoch = max(self.epoch, reply.value["epoch"])
-            if reply.value["where"] is not None:
-                worker.busy_with = reply.value["where"]["run_id"]
-            if reply.value["problem"]:
-                raise StartError(f"{worker.id}: {reply.value['problem']}")
+            self.epoch = max(self.epoch, worker.epoch)
+            worker.rank = value["rank"]
+            self.backend = value["transport"] or self.backend
+            worker.busy_with = value["where"]["run_id"] if value["where"] is not None else ""
+            if value["problem"]:
+                raise StartError(f"{worker.id}: {value['problem']}")
 
     # ---------------------------------------------------------------------------------------- the group
 
@@ -252,10 +289,19 @@ class Membership:
         strays = [worker for worker in self.workers if worker.alive and worker.busy_with]
         for worker in strays:
             command = Release(
-                epoch=self.epoch, run_id=worker.busy_with, cause="interrupted", grace_seconds=0.0
+                epoch=worker.epoch, run_id=worker.busy_with, cause="interrupted", grace_seconds=0.0
             )
             self.door.request_at_once(worker.number, command)
         return bool(strays)
+
+    def end_forming(self) -> None:
+        """End the forming of a group that an earlier owner, which is gone, has not asked all workers for."""
+        for worker in self.workers:
+            if worker.alive:
+                cause = "another process has taken the cluster over"
+                self.door.request_at_once(
+                    worker.number, Release(epoch=worker.epoch, run_id="", cause=cause, grace_seconds=0.0)
+                )
 
     # ------------------------------------------------------------------------------------------ mending
 
@@ -342,9 +388,17 @@ class Membership:
                 f"{names} is a new process without variables: run the cells that build them again, "
                 "or %openclaw push."
             )
+        self._await_answers()
         self._doing = "the process group is being formed"
         self._form()
         self._doing = ""
+
+    def _await_answers(self) -> None:
+        """Wait for workers that have not said where they are: in native code they answer when they come out."""
+        while not self._closing and (silent := [w for w in self.workers if w.alive and not w.store_port]):
+            self._doing = f"{silent[0].id} does not answer yet"
+            self._ask_where()
+            time.sleep(_POLL_SECONDS)
 
     def ensure_ready(self, on_wait: Callable[[str], None] | None) -> None:
         """Wait until the group stands.

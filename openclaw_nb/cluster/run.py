@@ -192,6 +192,11 @@ class CellRun:
         return self.result
 
     @property
+    def seconds(self) -> float:
+        """How long it has run, or did run."""
+        return self.result.seconds if self.result is not None else time.monotonic() - self._started
+
+    @property
     def running(self) -> bool:
         """Whether the run is not over."""
         return not self._done.is_set()
@@ -308,6 +313,9 @@ class CellRun:
             for rank, reply in self._replies.items()
         )
 
+    def _seconds_at_end(self) -> float:
+        return time.monotonic() - self._started
+
     def _finish(self) -> None:
         for rank, reply in sorted(self._replies.items()):
             for entry in reply.value.get("entries", ()):
@@ -321,7 +329,7 @@ class CellRun:
             interrupted=self._interrupted,
             cause=self._cause,
             release_seconds=self._since_release() or 0.0,
-            seconds=time.monotonic() - self._started,
+            seconds=self._seconds_at_end(),
             table=self._table,
         )
         self._on_finished(self.result)

@@ -13,7 +13,8 @@ class Worker:
     """One worker of the cluster.
 
     ``number`` is its engine id and its rank order; ``busy_with`` is the run that it has not left although
-    the person got the prompt back, or "".
+    the person got the prompt back, or "". ``epoch`` is its group's and ``rank`` its own there when it last said so;
+    ``seen`` is when it last told anything.
     """
 
     number: int
@@ -22,6 +23,8 @@ class Worker:
     pid: int | None = None
     store_port: int = 0
     busy_with: str = ""
+    epoch: int = 0
+    rank: int = 0
     seen: float = field(default_factory=time.time)
 
     @property

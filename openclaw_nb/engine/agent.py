@@ -19,6 +19,7 @@ from openclaw_nb.core.errors import OpenClawError, ReleasedError
 from openclaw_nb.engine import preload, variables
 from openclaw_nb.engine.cell import CellRunner, Outcome
 from openclaw_nb.engine.outbox import Outbox, capture
+from openclaw_nb.engine.record import Record
 from openclaw_nb.protocol.messages import (
     Command,
     Complete,
@@ -27,6 +28,7 @@ from openclaw_nb.protocol.messages import (
     Failed,
     FormGroup,
     Locate,
+    Recall,
     ReceiveVariables,
     Release,
     Reply,
@@ -74,6 +76,12 @@ class Agent:
         if not self._captured:  # the streams are replaced by ipyparallel after the kernel is made
             capture(self.outbox, self._shell)
             self._captured = True
+        reply = await self._handle(command)
+        if isinstance(command, RunCell):
+            self.outbox.ended(reply)
+        return reply
+
+    async def _handle(self, command: Command) -> Reply:
         try:
             match command:
                 case RunCell():
@@ -148,7 +156,7 @@ class Agent:
             if self._released_early[0] == command.run_id:
                 self._released = self._released_early[1]
                 self._interrupt_later(command, 0.0)
-        self.outbox.begin(command.run_id)
+        self.outbox.begin(Record(command, service.rank, service.world_size))
         if self._beater is None:
             self._beater = threading.Thread(target=self._beat, name="openclaw-beat", daemon=True)
             self._beater.start()
@@ -253,6 +261,8 @@ class Agent:
                 running = self._running
                 where = self._whereabouts(running) if running else None
                 return Done(value={"where": None if where is None else vars(where), **self._state()})
+            case Recall():
+                return Done(value={"run": self.outbox.recall(with_output=command.with_output)})
             case _:
                 return failure(OpenClawError(f"{type(command).__name__} is not for the control channel."), [])
 
@@ -262,6 +272,8 @@ class Agent:
             "epoch": self._group.epoch if self._group else 0,
             "intact": self._group.intact if self._group else False,
             "store_port": self._open_store(),
+            "rank": self._group.rank if self._group else 0,
+            "transport": self._group.transport if self._group else "",
             "problem": self._preload.problem,
         }
 

@@ -24,8 +24,9 @@ from IPython.core.displaypub import DisplayPublisher
 
 from openclaw_nb.engine.descriptors import PipeReader
 from openclaw_nb.engine.progress_bars import use_text_bars
+from openclaw_nb.engine.record import Record
 from openclaw_nb.protocol import codec
-from openclaw_nb.protocol.messages import Event, Shown
+from openclaw_nb.protocol.messages import Event, Reply, Shown
 
 TOPIC = b"openclaw."
 HEAD_CHARACTERS = 200_000
@@ -75,6 +76,7 @@ class Outbox:
         self._entries: list[list[Any]] = []
         self._floods: dict[str, _Flood] = {}
         self._seq = 0
+        self._record: Record | None = None
         self._tail_sent = 0.0
         self._wake = threading.Event()
         self._readers: list[PipeReader] = []
@@ -82,10 +84,11 @@ class Outbox:
 
     # -------------------------------------------------------------------------------------- a run
 
-    def begin(self, run_id: str) -> None:
+    def begin(self, record: Record) -> None:
         """Start collecting for this run."""
         with self._lock:
-            self._run_id, self._seq = run_id, 0
+            self._record = record
+            self._run_id, self._seq = record.command.run_id, 0
             self._entries, self._floods = [], {}
 
     def end(self) -> tuple[int, list[list[Any]]]:
@@ -95,6 +98,17 @@ class Outbox:
             entries, self._entries = self._entries, []
             self._run_id = ""
             return self._seq, entries
+
+    def ended(self, reply: Reply) -> None:
+        """Take how the run ended."""
+        with self._lock:
+            if self._record is not None:
+                self._record.end(reply)
+
+    def recall(self, *, with_output: bool) -> dict[str, Any] | None:
+        """Return what the newest run has told so far; None when nothing has run."""
+        with self._lock:
+            return None if self._record is None else self._record.tell(with_output=with_output)
 
     @contextmanager
     def muted(self) -> Iterator[None]:
@@ -162,9 +176,12 @@ class Outbox:
 
     def publish(self, event: Event) -> None:
         """Send an event at once."""
-        self._kernel.session.send(
-            self._kernel.iopub_socket, "openclaw_event", codec.encode(event), parent={}, ident=self._topic
-        )
+        with self._lock:
+            if self._record is not None and self._record.command.run_id == event.run_id:
+                self._record.take(event)
+            self._kernel.session.send(
+                self._kernel.iopub_socket, "openclaw_event", codec.encode(event), parent={}, ident=self._topic
+            )
 
     @property
     def _topic(self) -> bytes:

@@ -211,18 +211,18 @@ class _WorkerLog:
         """Take an event; return False for one that came before."""
         if event.seq <= self._seq and event.at <= self._at:
             return False
-        self._count_lost(event.seq)
+        self._count_lost(event)
         self._count(event)
         self._measure(event.at, elapsed)
         self._gap = 0.0 if self._arrived is None else arrived - self._arrived
         self._arrived = arrived
         return True
 
-    def _count_lost(self, seq: int) -> None:
+    def _count_lost(self, event: Measured) -> None:
         # A number that does not grow comes from a new process in the place of one that died.
-        expected = self._seq + 1 if seq > self._seq else 1
-        self.lost += seq - expected
-        self._seq = seq
+        before = self._seq if event.seq > self._seq else 0
+        self.lost += max(0, event.seq - before - event.count)
+        self._seq = event.seq
 
     def _count(self, event: Measured) -> None:
         self.steps += event.steps

@@ -9,16 +9,20 @@ from __future__ import annotations
 
 import html
 import threading
-import time
 from collections.abc import Mapping
 from typing import Any
 
+from openclaw_nb.cluster.adopted import AdoptedRun
 from openclaw_nb.cluster.master import MasterNode
 from openclaw_nb.cluster.run import CellRun, RunResult
 from openclaw_nb.monitor.store import Monitor
 from openclaw_nb.notebook.cellrun import CellRequest, Prepared, prepare, watch
 from openclaw_nb.notebook.failure import cell_error
 from openclaw_nb.notebook.figures import describe_run, rate_text
+from openclaw_nb.notebook.live import LiveOutput
+from openclaw_nb.notebook.tables import status_table
+from openclaw_nb.notebook.targets import Place
+from openclaw_nb.session import OpenClawCluster
 
 _SHOWN_CHARACTERS = 4000
 
@@ -70,7 +74,6 @@ class BackgroundRun:
         self._run: CellRun = prepared.run
         self._prepared, self._sink = prepared, sink
         self._monitor, self._notebook = monitor, notebook
-        self._started = time.monotonic()
         self._done = threading.Event()
         self._error: Exception | None = None
         threading.Thread(target=self._watch, name="openclaw-background", daemon=True).start()
@@ -84,6 +87,11 @@ class BackgroundRun:
         finally:
             self._run.wait()
             self._done.set()
+
+    @property
+    def number(self) -> int:
+        """The cell's number in the notebook that began it."""
+        return self._prepared.number
 
     @property
     def running(self) -> bool:
@@ -138,7 +146,7 @@ class BackgroundRun:
         """What it does or how it ended, in a line."""
         result = self.result
         if result is None:
-            return f"runs for {time.monotonic() - self._started:.0f} s{self._progress()}"
+            return f"runs for {self._run.seconds:.0f} s{self._progress()}"
         if result.ok:
             return f"ended well after {result.seconds:.1f} s"
         if result.interrupted:
@@ -190,3 +198,57 @@ def run_in_background(
     """
     sink = MemorySink()
     return BackgroundRun(prepare(master, request, sink), sink, monitor, notebook)
+
+
+def follow_in_background(
+    master: MasterNode, monitor: Monitor, notebook: Mapping[str, object]
+) -> BackgroundRun | None:
+    """Return a handle of the cell that another notebook has begun on the workers; None when there was none.
+
+    Parameters
+    ----------
+    master : MasterNode
+        A cluster that was attached to.
+    monitor : Monitor
+        What strategy cells measure.
+    notebook : mapping
+        Variables of the notebook, for advice in errors.
+    """
+    run = master.last_run
+    if not isinstance(run, AdoptedRun):
+        return None
+    sink = MemorySink()
+    workers = {worker.number: Place(worker.id, worker.device.id) for worker in master.workers}
+    places = {rank: workers[number] for rank, number in run.ranks.items()}
+    output = LiveOutput(len(places), list(places), sink)
+    return BackgroundRun(Prepared(run, places, output, run.execution_count), sink, monitor, notebook)
+
+
+class Attached:
+    """What ``%openclaw attach`` returns: the cluster, and the cell that runs there or ran last.
+
+    Attributes
+    ----------
+    cluster : OpenClawCluster
+        The cluster, now this notebook's.
+    cell : BackgroundRun or None
+        A handle of that cell.
+    """
+
+    def __init__(self, cluster: OpenClawCluster, cell: BackgroundRun | None) -> None:
+        self.cluster, self.cell = cluster, cell
+
+    @property
+    def _about_the_cell(self) -> str:
+        if self.cell is None:
+            return "No cell has run on these workers."
+        how = "Its output so far, and its end:" if self.cell.running else "Its output:"
+        return f"Cell {self.cell.number} {self.cell.state}. {how} _.cell, _.cell.output, _.cell.wait()"
+
+    def __repr__(self) -> str:
+        return f"{status_table(self.cluster.master)!r}\n{self._about_the_cell}"
+
+    def _repr_html_(self) -> str:
+        return (
+            f"{status_table(self.cluster.master)._repr_html_()}<div>{html.escape(self._about_the_cell)}</div>"
+        )

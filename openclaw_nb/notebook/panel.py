@@ -115,7 +115,6 @@ class Panel:
         self.interval_seconds = interval_seconds
         self._last = PanelView()
         self._sent: Picture | None = None
-        self._since: tuple[str, float] = ("", 0.0)
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
         self._lock = threading.RLock()
@@ -205,16 +204,14 @@ class Panel:
             note=_STOPPED,
         )
 
-    def _doing(self, run: CellRun | None) -> str:
+    @staticmethod
+    def _doing(run: CellRun | None) -> str:
         if run is None:
             return "idle"
         if run.result is not None:
             return f"idle, {_ended(run.result)}"
-        if self._since[0] != run.run_id:
-            self._since = (run.run_id, self._clock())
-        seconds = self._clock() - self._since[1]
         workers = "1 worker" if len(run.ranks) == 1 else f"{len(run.ranks)} workers"
-        return f"a cell runs on {workers} for {seconds:.0f} s"
+        return f"a cell runs on {workers} for {run.seconds:.0f} s"
 
     # ------------------------------------------------------------------------------------- the thread
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,8 +119,26 @@ class Locate:
     """Say at once, also while a cell runs, what the worker is doing and where."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Recall:
+    """Say at once what the newest cell has shown and measured so far, and how it ended if it has.
+
+    Without ``with_output`` only what the cell is, and how it ended.
+    """
+
+    with_output: bool = True
+
+
 Command = (
-    FormGroup | RunCell | SendVariables | ReceiveVariables | DescribeVariables | Complete | Release | Locate
+    FormGroup
+    | RunCell
+    | SendVariables
+    | ReceiveVariables
+    | DescribeVariables
+    | Complete
+    | Release
+    | Locate
+    | Recall
 )
 
 # ----------------------------------------------------------------------------------------- replies
@@ -195,7 +213,8 @@ class Measured:
     ``samples`` are this worker's own, ``loss`` the newest global loss or None, ``seconds`` what its time went to
     (data, compute, wait, transfer), ``num_bytes`` what it gave into reductions, ``drift`` how far its parameters
     were from the average when they were averaged last, relative to it, ``first_nan`` the first step whose loss was not
-    finite on this worker's own samples.
+    finite on this worker's own samples. ``seq`` counts the events of a run from 1; one that stands for several
+    (``count``) has the last one's.
     """
 
     worker: int
@@ -209,6 +228,7 @@ class Measured:
     num_bytes: int = 0
     drift: float | None = None
     first_nan: int | None = None
+    count: int = 1
 
 
 Event = Shown | Whereabouts | Measured

@@ -14,9 +14,11 @@ from pathlib import Path
 
 import pytest
 
+from openclaw_nb.cluster.adopted import AdoptedRun
 from openclaw_nb.cluster.files import read_notes
 from openclaw_nb.cluster.master import MasterNode
 from openclaw_nb.cluster.ownership import end_processes, processes_of
+from openclaw_nb.cluster.run import CellRun, Output
 from openclaw_nb.core.errors import (
     AlreadyStartedError,
     ClusterError,
@@ -24,6 +26,7 @@ from openclaw_nb.core.errors import (
     UnknownNameError,
     UsageError,
 )
+from openclaw_nb.monitor.store import Curve, Monitor, RunHistory
 
 pytestmark = pytest.mark.cluster
 
@@ -129,12 +132,221 @@ def test_the_new_owner_is_watched_over_as_the_first_was(runtime: Path) -> None:
 def test_a_cell_that_still_runs_can_be_stopped(runtime: Path) -> None:
     own(RUN)
     master = MasterNode.attach()
-    with pytest.raises(ClusterError, match="still inside an earlier cell"):
+    with pytest.raises(ClusterError, match="A cell is running on the workers"):
         master.run_cell("1")
     assert master.interrupt()
     until(lambda: not any(worker.busy_with for worker in master.workers))
     assert 0 < master.pull(["second"])["second"] < 599
     check_works(master)
+
+
+def training(then: str) -> str:
+    """An owner's script that begins to train, waits until it has shown something, and goes on as told."""
+    return f"""
+from openclaw_nb.session import OpenClawCluster
+from openclaw_nb.strategies import DataParallelStrategy
+master.run_cell({BUILD!r}).wait()
+run = master.run_cell({TRAIN!r}, strategy=DataParallelStrategy().spec(), execution_count=7)
+while not run.next_event(0.1): pass
+import time; time.sleep(1)
+{then}"""
+
+
+BUILD = """
+import time, torch, torch.nn as nn
+from torch.utils.data import DataLoader, TensorDataset
+torch.manual_seed(0)
+model = nn.Linear(4, 2)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+loader = DataLoader(TensorDataset(torch.randn(160, 4), torch.randint(2, (160,))), batch_size=16)
+"""
+TRAIN = """
+for epoch in range(10):
+    for images, labels in loader:
+        optimizer.zero_grad()
+        loss = nn.functional.cross_entropy(model(images), labels)
+        loss.backward()
+        optimizer.step()
+        time.sleep(0.03)
+    print("epoch", epoch)
+"""
+EPOCHS = [f"epoch {epoch}" for epoch in range(10)]
+
+
+def shown(run: CellRun) -> dict[int, list[str]]:
+    """All lines that each rank of an ended run has shown."""
+    texts: dict[int, str] = {}
+    while (event := run.next_event(0.5)) is not None:
+        if isinstance(event, Output) and event.entry[0] == "stream":
+            texts[event.rank] = texts.get(event.rank, "") + event.entry[2]
+    return {rank: text.split("\n")[:-1] for rank, text in texts.items()}
+
+
+@pytest.mark.parametrize("killed", [False, True], ids=["detached", "killed"])
+def test_a_cell_that_runs_is_followed_to_its_end(runtime: Path, killed: bool) -> None:
+    own(training("import os; os.kill(os.getpid(), 9)" if killed else DETACH), lease=60.0, killed=killed)
+    time.sleep(0.5)  # nobody listens meanwhile
+    monitor = Monitor()
+    master = MasterNode.attach(listener=monitor.take)
+    run = master.last_run
+    assert isinstance(run, AdoptedRun)
+    assert run.running
+    assert run.execution_count == 7
+    until(lambda: (monitor.latest() or history).steps > 10)
+    with pytest.raises(ClusterError, match="A cell is running"):
+        master.pull(["epoch"])
+    result = run.wait(HANG_SECONDS)
+    assert result is not None
+    assert result.ok
+    assert result.seconds > 3
+    assert shown(run) == {0: EPOCHS, 1: EPOCHS}
+    found = monitor.history(run.run_id)
+    assert found is not None
+    assert (found.steps, found.samples, found.lost) == (100, 1600, 0)
+    assert [worker.samples for worker in found.workers] == [800, 800]
+    assert found.loss.x[-1] == 100
+    first, second = (worker.mean_rate for worker in found.workers)
+    assert first == pytest.approx(second, rel=0.1)  # they make the same steps
+    assert found.mean_rate == pytest.approx(first + second, rel=0.1)
+    check_works(master)
+
+
+history = RunHistory(
+    run_id="", steps=0, samples=0, lost=0, seconds=0.0, rate=None, mean_rate=None, loss=Curve(), rates=Curve(),
+    workers=(), straggler=None,
+)  # fmt: skip
+
+
+def test_a_cell_that_runs_is_interrupted_as_ones_own(runtime: Path) -> None:
+    own(training(DETACH))
+    master = MasterNode.attach()
+    run = master.last_run
+    assert run is not None
+    until(lambda: any(line for _, _, line in run.who_waits_where()))
+    run.interrupt()
+    result = run.wait(HANG_SECONDS)
+    assert result is not None
+    assert result.interrupted
+    assert 0 <= master.pull(["epoch"])["epoch"] < 9
+    check_works(master)
+
+
+@pytest.mark.parametrize("fails", [False, True], ids=["well", "badly"])
+def test_a_cell_that_ended_meanwhile_says_how(runtime: Path, fails: bool) -> None:
+    end = "raise ValueError('at the end')" if fails else "print('the end')"
+    source = f"import time; time.sleep(1.5)\n{end}"
+    own(f"master.run_cell({source!r})\nimport time; time.sleep(0.5)\n{DETACH}")
+    time.sleep(2.5)
+    master = MasterNode.attach()
+    run = master.last_run
+    assert run is not None
+    result = run.wait(HANG_SECONDS)
+    assert result is not None
+    assert result.ok is not fails
+    assert 1.5 <= result.seconds < 2.5
+    if fails:
+        assert {failure.message for failure in result.failures.values()} == {"at the end"}
+        assert "at the end" in "".join(result.failures[0].traceback)
+    else:
+        assert shown(run) == {0: ["the end"], 1: ["the end"]}
+    check_works(master)
+
+
+def test_a_rank_that_died_meanwhile_releases_the_others(runtime: Path) -> None:
+    source = "import time, torch\nif rank == 0: dist.all_reduce(torch.ones(1))\nelse: time.sleep(600)"
+    own(f"master.run_cell({source!r})\nimport time; time.sleep(1)\n{DETACH}")
+    second = [p for p in processes_of(read_notes()[0]["cluster_id"]) if "IPEngine.id=1" in p.command]
+    os.kill(second[0].pid, signal.SIGKILL)
+    time.sleep(1)
+    master = MasterNode.attach()
+    run = master.last_run
+    assert run is not None
+    result = run.wait(HANG_SECONDS)
+    assert result is not None
+    assert result.died == (1,)
+    assert result.failures[0].consequence
+    assert master.run_cell("assert world_size == 2").wait(HANG_SECONDS).ok  # type: ignore[union-attr]
+    assert master.pull(["x"])["x"] == [41]
+    master.stop()
+
+
+def test_a_worker_in_native_code_answers_late(runtime: Path) -> None:
+    source = (
+        "if rank == 1:\n    import ctypes\n    ctypes.PyDLL(None).sleep(9)"  # holds the interpreter's lock
+    )
+    own(f"master.run_cell({source!r})\nimport time; time.sleep(1)\n{DETACH}")
+    master = MasterNode.attach()
+    run = master.last_run
+    assert run is not None
+    result = run.wait(HANG_SECONDS)
+    assert result is not None
+    assert result.ok
+    check_works(master)
+
+
+def test_a_forming_that_its_owner_did_not_live_to_end(runtime: Path) -> None:
+    """Worker 0 waits in a rendezvous that worker 1 was never asked to."""
+    own(
+        "members = master._members; members.epoch += 1\n"
+        "members.door.request(0, members._form_command(0, list(members.workers)))\n"
+        "import os, time; time.sleep(0.5); os.kill(os.getpid(), 9)",
+        lease=60.0,
+        killed=True,
+    )
+    check_works(MasterNode.attach())
+
+
+CLAIM = """
+import sys
+from openclaw_nb.cluster.master import MasterNode
+from openclaw_nb.core.errors import OpenClawError
+print("ready", flush=True)
+sys.stdin.readline()
+try:
+    master = MasterNode.attach()
+except OpenClawError as error:
+    print(type(error).__name__, error, flush=True)
+else:
+    print("mine", flush=True)
+    sys.stdin.readline()
+    master.detach()
+"""
+
+
+def test_of_two_that_attach_at_once_one_wins(runtime: Path) -> None:
+    own(DETACH)
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    claimants = [subprocess.Popen([sys.executable, "-c", CLAIM], **pipes) for _ in range(2)]  # type: ignore[call-overload]
+    for claimant in claimants:
+        assert claimant.stdout.readline() == "ready\n"
+    for claimant in claimants:
+        claimant.stdin.write("go\n")
+        claimant.stdin.flush()
+    said = [claimant.stdout.readline() for claimant in claimants]
+    for claimant in claimants:
+        claimant.communicate("end\n", timeout=HANG_SECONDS)
+    assert said.count("mine\n") == 1
+    (other,) = [line for line in said if line != "mine\n"]
+    assert "AlreadyStartedError" in other or "No cluster waits for an owner" in other
+    check_works(MasterNode.attach())
+
+
+@pytest.mark.parametrize("seconds", [0.0, 0.05, 0.2, 0.6])
+def test_a_process_killed_while_it_attaches_leaves_the_cluster(runtime: Path, seconds: float) -> None:
+    own(DETACH)
+    claimant = subprocess.Popen(
+        [sys.executable, "-c", CLAIM.replace("attach()", "attach(lease_seconds=60)")],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    assert claimant.stdin is not None
+    assert claimant.stdout is not None
+    assert claimant.stdout.readline() == "ready\n"
+    claimant.stdin.write("go\n")
+    claimant.stdin.flush()
+    time.sleep(seconds)
+    claimant.kill()
+    claimant.communicate()
+    check_works(MasterNode.attach())
 
 
 def test_a_worker_that_died_meanwhile_is_replaced(runtime: Path) -> None:

@@ -23,6 +23,7 @@ from openclaw_nb.protocol.messages import (
     FormGroup,
     Locate,
     Measured,
+    Recall,
     ReceiveVariables,
     Release,
     RunCell,
@@ -33,7 +34,7 @@ from openclaw_nb.protocol.messages import (
 )
 
 # Change a line here only together with PROTOCOL_VERSION. Fields with "=" have a default.
-VERSION = 2
+VERSION = 3
 WIRE = {
     "StrategySpec": "name options= model= optimizer= loader= split= reduction= sync_batchnorm=",
     "FormGroup": (
@@ -46,11 +47,12 @@ WIRE = {
     "Complete": "code cursor",
     "Release": "epoch run_id cause grace_seconds",
     "Locate": "",
+    "Recall": "with_output=",
     "Done": "value=",
     "Failed": "error_type message traceback consequence= interrupted= at= value=",
     "Shown": "run_id worker seq entries",
     "Whereabouts": "worker run_id epoch call group number seconds line code",
-    "Measured": "worker run_id seq at steps samples loss seconds= num_bytes= drift= first_nan=",
+    "Measured": "worker run_id seq at steps samples loss seconds= num_bytes= drift= first_nan= count=",
 }
 
 SPEC = StrategySpec(
@@ -84,6 +86,7 @@ EXAMPLES = [
     Complete(code="mod", cursor=3),
     Release(epoch=3, run_id="r-1", cause="rank 0 died", grace_seconds=0.5),
     Locate(),
+    Recall(with_output=False),
     Done(value={"pid": 12, "names": {"x": "int:1"}, "where": None}),
     Failed(
         error_type="ValueError",

@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 
 from openclaw_nb.engine.outbox import HEAD_CHARACTERS, TAIL_CHARACTERS, TOPIC, Outbox
+from openclaw_nb.engine.record import Record
 from openclaw_nb.protocol import codec
-from openclaw_nb.protocol.messages import Measured, Shown
+from openclaw_nb.protocol.messages import Measured, RunCell, Shown
 
 
 @dataclass
@@ -44,6 +45,10 @@ class Recorder:
     @property
     def batches(self) -> list[Shown]:
         return [sent.event for sent in self.sent if isinstance(sent.event, Shown)]
+
+
+def record(run_id: str) -> Record:
+    return Record(RunCell(run_id=run_id, epoch=1, source="", execution_count=1), 0, 1)
 
 
 @pytest.fixture
@@ -78,7 +83,7 @@ def wait_until(condition: Callable[[], bool], seconds: float = 5.0) -> bool:
 
 
 def test_entries_keep_their_order_and_neighbouring_text_is_one(kernel: Recorder, outbox: Outbox) -> None:
-    outbox.begin("r-1")
+    outbox.begin(record("r-1"))
     assert outbox.write("stdout", "a") == 1
     outbox.write("stdout", "b\n")
     outbox.write("stderr", "c\n")
@@ -93,7 +98,7 @@ def test_entries_keep_their_order_and_neighbouring_text_is_one(kernel: Recorder,
 
 
 def test_batches_go_out_while_the_cell_runs(kernel: Recorder, outbox: Outbox) -> None:
-    outbox.begin("r-1")
+    outbox.begin(record("r-1"))
     outbox.write("stdout", "early\n")
     assert wait_until(lambda: len(kernel.batches) == 1)
     outbox.write("stdout", "late\n")
@@ -105,7 +110,7 @@ def test_batches_go_out_while_the_cell_runs(kernel: Recorder, outbox: Outbox) ->
 
 def test_each_run_counts_its_own_batches(kernel: Recorder, outbox: Outbox) -> None:
     for run_id in ("r-1", "r-2"):
-        outbox.begin(run_id)
+        outbox.begin(record(run_id))
         outbox.write("stdout", run_id)
         outbox.flush()
         assert outbox.end() == (1, [])
@@ -113,12 +118,12 @@ def test_each_run_counts_its_own_batches(kernel: Recorder, outbox: Outbox) -> No
 
 
 def test_nothing_of_a_run_that_is_over_lands_in_the_next(kernel: Recorder, outbox: Outbox) -> None:
-    outbox.begin("r-1")
+    outbox.begin(record("r-1"))
     outbox.end()
     outbox.write("stdout", "a thread that outlived its cell\n")
     outbox.add("display", {"text/plain": "late"}, {}, None, False)
     outbox.flush()
-    outbox.begin("r-2")
+    outbox.begin(record("r-2"))
     assert shown(kernel, outbox) == []
 
 
@@ -131,7 +136,7 @@ def test_other_events_go_at_once(kernel: Recorder, outbox: Outbox) -> None:
 @pytest.mark.filterwarnings("ignore:.*multi-threaded:DeprecationWarning")
 def test_a_forked_child_writes_to_the_descriptor(kernel: Recorder, outbox: Outbox) -> None:
     """As a data loader's worker process does; its parent reads the other end."""
-    outbox.begin("r-1")
+    outbox.begin(record("r-1"))
     reader, writer = os.pipe()
     child = os.fork()
     if child == 0:
@@ -170,7 +175,7 @@ def flooded(entries: list[list[Any]], name: str = "stdout") -> tuple[int, int, i
 def test_a_flood_is_bounded_and_counted(
     kernel: Recorder, outbox: Outbox, num_lines: int, writes: Callable[[Iterable[str]], Iterable[str]]
 ) -> None:
-    outbox.begin("r-1")
+    outbox.begin(record("r-1"))
     started = time.monotonic()
     for text in writes(f"line {i}" for i in range(num_lines)):
         outbox.write("stdout", text)
@@ -188,7 +193,7 @@ def test_a_flood_is_bounded_and_counted(
 
 
 def test_the_tail_begins_with_a_whole_line(kernel: Recorder, outbox: Outbox) -> None:
-    outbox.begin("r-1")
+    outbox.begin(record("r-1"))
     for i in range(100_000):
         outbox.write("stdout", f"<{i}>\n")
     tail = shown(kernel, outbox)[-1][2]
@@ -198,7 +203,7 @@ def test_the_tail_begins_with_a_whole_line(kernel: Recorder, outbox: Outbox) -> 
 
 
 def test_each_stream_has_a_bound_of_its_own(kernel: Recorder, outbox: Outbox) -> None:
-    outbox.begin("r-1")
+    outbox.begin(record("r-1"))
     for i in range(50_000):
         outbox.write("stdout", f"line {i}\n")
     outbox.write("stderr", "a warning\n")
@@ -210,7 +215,7 @@ def test_each_stream_has_a_bound_of_its_own(kernel: Recorder, outbox: Outbox) ->
 
 def test_a_line_without_an_end_is_bounded_too(kernel: Recorder, outbox: Outbox) -> None:
     """A progress bar that writes carriage returns for ever has no lines to count."""
-    outbox.begin("r-1")
+    outbox.begin(record("r-1"))
     for i in range(100_000):
         outbox.write("stderr", f"\r{i:6} of 100000")
     entries = shown(kernel, outbox)
@@ -221,11 +226,11 @@ def test_a_line_without_an_end_is_bounded_too(kernel: Recorder, outbox: Outbox) 
 
 
 def test_the_next_run_starts_with_a_full_allowance(kernel: Recorder, outbox: Outbox) -> None:
-    outbox.begin("r-1")
+    outbox.begin(record("r-1"))
     for i in range(50_000):
         outbox.write("stdout", f"line {i}\n")
     outbox.end()
     kernel.sent.clear()
-    outbox.begin("r-2")
+    outbox.begin(record("r-2"))
     outbox.write("stdout", "fresh\n")
     assert shown(kernel, outbox) == [["stream", "stdout", "fresh\n"]]
