@@ -16,6 +16,7 @@ from types import TracebackType
 from typing import Any
 
 from openclaw_nb.cluster.devices import Device, choose_devices, list_devices
+from openclaw_nb.cluster.files import end_abandoned
 from openclaw_nb.cluster.master import MasterNode
 from openclaw_nb.cluster.run import CellRun, RunResult
 from openclaw_nb.core.errors import AlreadyStartedError, NotStartedError, RemoteCellError, unknown_name
@@ -144,14 +145,23 @@ class Session:
                 "Use it, or end it first (%openclaw stop)."
             )
 
-    def stop(self) -> int:
+    def stop(self, name: str | None = None) -> int:
         """End the cluster; return how many processes were ended.
+
+        Parameters
+        ----------
+        name : str, optional
+            Another cluster than this process's: one that nobody owns.
 
         Raises
         ------
         NotStartedError
             When none runs.
+        UnknownNameError, AlreadyStartedError
+            When there is none of this name, or another process owns it.
         """
+        if name is not None and (self.cluster is None or self.master.name != name):
+            return end_abandoned(name)
         ended = self.master.stop()
         self._cluster = None
         return ended
@@ -163,7 +173,11 @@ class Session:
 
     def _exit(self) -> None:
         # A forked child inherits this call, but not the cluster.
-        if self._pid == os.getpid() and self.cluster is not None:
+        if self._pid != os.getpid() or self.cluster is None:
+            return
+        if self.cluster.lease_seconds:
+            self.master.leave()  # as if this process had been killed: its lease begins
+        else:
             self.stop()
 
 
@@ -183,7 +197,8 @@ class OpenClawCluster:
     oversubscribe : bool
         Start also with more workers than devices, or little memory, as with ``OPENCLAW_OVERSUBSCRIBE=1``.
     lease_seconds : float
-        How long the workers wait for a new owner (`attach`) when this process ends without `stop` or `detach`.
+        How long the workers, and a cell that runs on them, wait for a new owner (`attach`) when this process ends, in
+        whatever way, without `stop` or `detach`.
 
     Examples
     --------

@@ -5,7 +5,7 @@
         state.json                             what a new owner needs to take it over
     /dev/shm/openclaw-<id>/                    variables on their way (made when first needed)
 
-Knows paths and what is written there; does not know processes beyond whether an owner still lives.
+Knows paths and what is written there, and of processes only who owns a cluster; `end_abandoned` ends one without owner.
 """
 
 from __future__ import annotations
@@ -23,11 +23,12 @@ from typing import Any
 
 from openclaw_nb._version import __version__
 from openclaw_nb.cluster.guardian import MARKER_FILE, locked
-from openclaw_nb.cluster.ownership import processes_of
+from openclaw_nb.cluster.ownership import end_processes, processes_of
 from openclaw_nb.core.errors import AlreadyStartedError, UsageError, unknown_name
 
 _SHARED_MEMORY = Path("/dev/shm")
 _STATE_FILE = "state.json"
+_END_GRACE_SECONDS = 2.0
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
 
 
@@ -159,6 +160,29 @@ class ClusterFiles:
         shutil.rmtree(_SHARED_MEMORY / f"openclaw-{self.cluster_id}", ignore_errors=True)
 
 
+def end_abandoned(name: str) -> int:
+    """End the processes of a cluster that has no owner, and remove its files; return how many there were.
+
+    Parameters
+    ----------
+    name : str
+        Which.
+
+    Raises
+    ------
+    UnknownNameError
+        When there is none of this name.
+    AlreadyStartedError
+        When a process that runs owns it.
+    """
+    note = _choose(name)
+    with locked(note["directory"]):
+        _check_unowned(note)
+        ended = end_processes(note["cluster_id"], grace_seconds=_END_GRACE_SECONDS)
+        ClusterFiles(note["directory"], note["cluster_id"]).remove()
+    return len(ended)
+
+
 def _write_private(path: Path, content: dict[str, Any]) -> None:
     """Replace a file as a whole; it is this user's alone."""
     new = path.with_suffix(".new")
@@ -215,12 +239,16 @@ def _read_state(path: Path, note: dict[str, Any]) -> dict[str, Any]:
     return state
 
 
-def _check_free(note: dict[str, Any]) -> None:
+def _check_unowned(note: dict[str, Any]) -> None:
     if note["alive"] and not note["detached"]:
         raise AlreadyStartedError(
             f"The cluster {note['name']!r} belongs to process {note['owner_pid']}, which is running. Detach it there "
             "(%openclaw detach), or end that notebook's kernel."
         )
+
+
+def _check_free(note: dict[str, Any]) -> None:
+    _check_unowned(note)
     if note["version"] != __version__:
         raise UsageError(
             f"The cluster {note['name']!r} was started by version {note['version']} of openclaw_nb, and this is "

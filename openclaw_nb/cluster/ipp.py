@@ -12,14 +12,18 @@ here (``Client._send``, ``_mux_stream``, ``_control_stream``, ``_config``, ``_re
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
+import select
 import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError
 from typing import Any
+
+import psutil
 
 from openclaw_nb.core.errors import OpenClawError, StartError, WorkerDiedError
 from openclaw_nb.protocol import codec
@@ -30,6 +34,7 @@ _KEY = "openclaw"
 _HEARTBEAT_MILLISECONDS = 200
 _HEARTBEAT_MISSES = 25
 _CONNECT_SECONDS = 30.0
+_WATCH_MILLISECONDS = 500
 
 
 class Door:
@@ -47,6 +52,8 @@ class Door:
         Called with each event of a worker, on a thread of this object.
     on_joined, on_died : callable
         Called with a worker's number when its engine registers or is gone.
+    on_lost : callable
+        Called with its process id when one of the controller's processes has ended: nothing arrives any more then.
     """
 
     def __init__(
@@ -58,11 +65,16 @@ class Door:
         on_event: Callable[[Event], None],
         on_joined: Callable[[int], None],
         on_died: Callable[[int], None],
+        on_lost: Callable[[int], None],
     ) -> None:
         self._directory = directory
         self.cluster_id = cluster_id
         self._environment = dict(environment)
         self._on_event, self._on_joined, self._on_died = on_event, on_joined, on_died
+        self._on_lost = on_lost
+        self._watch: _ControllerWatch | None = None
+        self._pending: set[Future[Reply]] = set()
+        self._lost = ""
         self._cluster: Any = None
         self._client: Any = None
         self._listener: _EventListener | None = None
@@ -106,11 +118,21 @@ class Door:
             self._cluster = ipyparallel.Cluster.from_file(
                 profile_dir=self._directory, cluster_id=self.cluster_id, log_level=logging.CRITICAL
             )
+            process = psutil.Process(self._cluster.controller.process.pid)
+            ended = process.status() == psutil.STATUS_ZOMBIE
         except Exception as error:
             # ipyparallel raises its own and bare exceptions for files and processes that are gone.
-            raise StartError(f"The cluster's controller is gone: {error}") from error
+            raise StartError(self._controller_is_gone(str(error))) from error
+        if ended:
+            raise StartError(self._controller_is_gone(f"process {process.pid} has ended"))
         self._cluster.shutdown_atexit = False
         self._cluster.send_engines_connection_env = False
+
+    def _controller_is_gone(self, why: str) -> str:
+        return (
+            f"The cluster's controller is gone ({why}), so that its workers cannot be reached any more. "
+            f"%openclaw stop {self.cluster_id} ends them."
+        )
 
     def start_engine(self, worker: int, environment: Mapping[str, str], host: str) -> None:
         """Start one engine that will register as number ``worker``."""
@@ -149,6 +171,7 @@ class Door:
         for number in self._client.ids:
             self._on_joined(number)
         self._listener = _EventListener(self._client, self._on_event)
+        self._watch = _ControllerWatch(self._cluster.controller.process.pid, self._on_lost)
 
     def _registered(self, notice: dict[str, Any]) -> None:
         number = int(notice["id"])
@@ -159,6 +182,8 @@ class Door:
 
     def close(self) -> None:
         """Close the connections; the processes go on."""
+        if self._watch is not None:
+            self._watch.close()
         if self._listener is not None:
             self._listener.close()
         if self._client is not None:
@@ -167,6 +192,12 @@ class Door:
             # Else it writes the file again, in a directory that is gone or another's, when it hears of ended processes.
             self._cluster.cluster_file = ""
         self._client = self._listener = None
+
+    def give_up(self, why: str) -> None:
+        """Let every request that waits for an answer, and every later one, fail: none can come any more."""
+        self._lost = why
+        for answer in list(self._pending):
+            _fail(answer, WorkerDiedError(why))
 
     def log_tail(self, name: str, num_lines: int = 12) -> str:
         """Return the last lines of the newest log whose name begins with ``name``."""
@@ -209,9 +240,11 @@ class Door:
         answer: Future[Reply] = Future()
         client = self._client
         identity = client._engines.get(worker) if client is not None else None
-        if identity is None:
-            answer.set_exception(WorkerDiedError(f"Worker {worker} is gone."))
+        if identity is None or self._lost:
+            answer.set_exception(WorkerDiedError(self._lost or f"Worker {worker} is gone."))
         else:
+            self._pending.add(answer)
+            answer.add_done_callback(self._pending.discard)
             sent = send(client, str(identity).encode())
             sent.add_done_callback(lambda future: self._settle(worker, answer, future))
         return answer
@@ -220,15 +253,59 @@ class Door:
         try:
             result = sent.result()
         except Exception as error:  # noqa: BLE001 - closed or dead, for the caller both are one thing
-            answer.set_exception(WorkerDiedError(f"Worker {worker} is gone: {error}"))
+            _fail(answer, WorkerDiedError(f"Worker {worker} is gone: {error}"))
             return
         content = result.get("content", {}) if isinstance(result, dict) else getattr(result, "_content", {})
         if _KEY in content:
-            answer.set_result(codec.decode(content[_KEY]))
+            with contextlib.suppress(InvalidStateError):  # given up in this moment
+                answer.set_result(codec.decode(content[_KEY]))
         elif getattr(result, "ename", "") == "EngineError":
-            answer.set_exception(WorkerDiedError(f"Worker {worker} died while it ran this."))
+            _fail(answer, WorkerDiedError(f"Worker {worker} died while it ran this."))
         else:
-            answer.set_exception(OpenClawError(f"Worker {worker} gave no answer: {result!r}"))
+            _fail(answer, OpenClawError(f"Worker {worker} gave no answer: {result!r}"))
+
+
+def _fail(answer: Future[Reply], error: Exception) -> None:
+    with contextlib.suppress(InvalidStateError):
+        answer.set_exception(error)
+
+
+class _ControllerWatch:
+    """Notices the end of any of the controller's processes: the hub, and the schedulers that it has started."""
+
+    def __init__(self, pid: int, on_lost: Callable[[int], None]) -> None:
+        self._on_lost = on_lost
+        self._closing = threading.Event()
+        self._poll = select.poll()
+        self._pids: dict[int, int] = {}
+        for process in _with_children(pid):
+            with contextlib.suppress(ProcessLookupError):
+                descriptor = os.pidfd_open(process)
+                self._pids[descriptor] = process
+                self._poll.register(descriptor, select.POLLIN)
+        self._thread = threading.Thread(target=self._work, name="openclaw-controller", daemon=True)
+        self._thread.start()
+
+    def _work(self) -> None:
+        while not self._closing.is_set():
+            if ended := self._poll.poll(_WATCH_MILLISECONDS):
+                if not self._closing.is_set():
+                    self._on_lost(self._pids[ended[0][0]])
+                break
+        for descriptor in self._pids:
+            os.close(descriptor)
+
+    def close(self) -> None:
+        self._closing.set()
+        if self._thread is not threading.current_thread():
+            self._thread.join(2)
+
+
+def _with_children(pid: int) -> list[int]:
+    try:
+        return [pid, *(child.pid for child in psutil.Process(pid).children(recursive=True))]
+    except psutil.NoSuchProcess:
+        return [pid]
 
 
 class _EventListener:

@@ -38,6 +38,10 @@ from openclaw_nb.protocol.messages import Event, Measured, RunCell, StrategySpec
 
 _STOP_GRACE_SECONDS = 2.0
 _BUSY = "A cell is running on the workers. Wait for it, or stop it (%openclaw interrupt)."
+_LOST = (
+    "The cluster's controller (process {pid}) has ended, so that its workers cannot be reached any more. End them and "
+    "start again: %openclaw stop, then %openclaw start."
+)
 _NOT_STARTED = "No cluster is running. Start one with %openclaw start (or MasterNode.start())."
 
 
@@ -55,6 +59,13 @@ class MasterNode:
         What the process group communicates with; ``auto`` takes nccl where every worker can.
     lease_seconds : float
         How long the workers wait for a new owner (`attach`) when this process ends without `stop` or `detach`.
+
+    Attributes
+    ----------
+    last_run : CellRun or None
+        The cell that runs, or ran last.
+    problem : str
+        Why the cluster can do nothing any more; "" while it can.
 
     Examples
     --------
@@ -94,6 +105,7 @@ class MasterNode:
         self._run_count = 0
         self._run_prefix = new_cluster_id()[:8]  # another owner of the cluster may have counted runs before
         self.last_run: CellRun | None = None
+        self.problem = ""
 
     # --------------------------------------------------------------------------------- start, stop
 
@@ -124,6 +136,7 @@ class MasterNode:
             on_event=self._on_event,
             on_joined=self._on_joined,
             on_died=self._on_died,
+            on_lost=self._on_lost,
         )
         self._membership = Membership(self._door, self.host, self._backend)
         self._exchange = Exchange(self._door, files.exchange)
@@ -193,13 +206,23 @@ class MasterNode:
     def detach(self) -> None:
         """Leave the cluster running, without an owner, until somebody attaches to it; a cell that runs goes on."""
         files = self._files
-        self._members.close()
-        if self._run is not None:
-            self._run.leave("the notebook has detached from the cluster; the cell goes on there")
+        self._stop_following()
         # The guardian first: killed from here on, this process leaves a cluster that can be attached to.
         self._let_go()
         assert files is not None
         files.let_go(self.name)
+
+    def leave(self) -> None:
+        """Let everything go on as it would if this process ended now: for as long as the lease says."""
+        self._stop_following()
+        if self._door is not None:
+            self._door.close()
+        self._forget()
+
+    def _stop_following(self) -> None:
+        self._members.close()
+        if self._run is not None:
+            self._run.leave("The notebook has left the cluster; the cell goes on there.")
 
     def _let_go(self) -> None:
         """Stop watching over the processes, and leave them as they are."""
@@ -396,6 +419,8 @@ class MasterNode:
 
     def interrupt(self) -> bool:
         """Stop what runs on the workers, state kept; return whether anything ran."""
+        if self.problem:
+            raise ClusterError(self.problem)
         run = self._run
         if run is None or not run.running:
             return self._members.interrupt_strays()
@@ -506,6 +531,15 @@ class MasterNode:
     def _tell(self, event: Event) -> None:
         for listener in list(self._listeners):
             listener(event)
+
+    def _on_lost(self, pid: int) -> None:
+        self.problem = _LOST.format(pid=pid)
+        if self._membership is not None:
+            self._membership.lost(self.problem)
+        if self._run is not None:
+            self._run.leave(self.problem)
+        if self._door is not None:
+            self._door.give_up(self.problem)
 
     def _on_joined(self, number: int) -> None:
         if self._membership is not None:

@@ -63,6 +63,7 @@ class Membership:
         self._mender: threading.Thread | None = None
         self._mend_again = False
         self._closing = False
+        self._lost = ""
         self._doing = ""
 
     # ----------------------------------------------------------------------------------------- start
@@ -351,8 +352,16 @@ class Membership:
                     os.kill(worker.pid, 9)
         self.mend()
 
+    def lost(self, why: str) -> None:
+        """Take the news that no worker can be reached any more: nothing is mended, and waiting ends."""
+        self._lost, self._closing = why, True
+        with self._changed:
+            self._changed.notify_all()
+
     def mend(self) -> None:
         """Start what is missing and form a fresh group, in the background."""
+        if self._closing:
+            return
         with self._changed:
             self._ready.clear()
             self._error = None
@@ -406,10 +415,12 @@ class Membership:
         Raises
         ------
         ClusterError
-            When a rank is still inside an earlier cell, or the group could not be formed.
+            When a rank is still inside an earlier cell, the group could not be formed, or the controller has ended.
         """
         started = time.monotonic()
-        while not self._ready.wait(_POLL_SECONDS):
+        while not self._ready.wait(0 if self._lost else _POLL_SECONDS) or self._lost:
+            if self._lost:
+                raise ClusterError(self._lost)
             waited = time.monotonic() - started
             stuck = [w for w in self.workers if w.busy_with and w.alive]
             if stuck and waited > _PATIENCE_SECONDS:

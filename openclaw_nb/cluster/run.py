@@ -62,6 +62,7 @@ class RunResult:
 
     ``failures`` and ``values`` are by rank; ``cause`` says why the cell was released, or "";
     ``release_seconds`` how long it took until all were out; ``busy`` lists ranks that were not;
+    ``left`` says that it goes on, unobserved, for the reason in ``cause``;
     ``first`` is the rank whose error came first and is nobody else's consequence, or None.
     """
 
@@ -73,6 +74,7 @@ class RunResult:
     cause: str
     release_seconds: float
     seconds: float
+    left: bool = False
     table: list[tuple[int, str, str]] = field(default_factory=list)
 
     @property
@@ -330,6 +332,7 @@ class CellRun:
             cause=self._cause,
             release_seconds=self._since_release() or 0.0,
             seconds=self._seconds_at_end(),
+            left=self._left,
             table=self._table,
         )
         self._on_finished(self.result)

@@ -149,6 +149,8 @@ class BackgroundRun:
             return f"runs for {self._run.seconds:.0f} s{self._progress()}"
         if result.ok:
             return f"ended well after {result.seconds:.1f} s"
+        if result.left:
+            return f"was followed for {result.seconds:.1f} s: {result.cause}"
         if result.interrupted:
             return f"was stopped after {result.seconds:.1f} s"
         first = result.failures[result.first] if result.first is not None else None

@@ -18,6 +18,7 @@ from openclaw_nb.cluster.run import RunResult
 from openclaw_nb.core import errors
 from openclaw_nb.core.errors import (
     CellInterrupted,
+    ClusterError,
     GroupError,
     OpenClawError,
     RemoteCellError,
@@ -80,6 +81,8 @@ def cell_error(
     notebook : mapping, optional
         Variables of the notebook, for the advice to push one.
     """
+    if result.left:
+        return drawn(ClusterError(result.cause))
     if result.interrupted:
         return _interrupted(result)
     if result.first is not None:

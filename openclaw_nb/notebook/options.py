@@ -234,7 +234,18 @@ VERBS: dict[str, Command] = {
             "Let plain cells run on the workers, without a magic on their first line.",
             (Argument(("switch",), "on or off", ("on", "off")),),
         ),
-        ("stop", "End the cluster: every process it started.", ()),
+        (
+            "stop",
+            "End the cluster: every process it started.",
+            (
+                Argument(
+                    ("name",),
+                    "another cluster, which nobody owns",
+                    "cluster",
+                    {"nargs": "?", "default": None},
+                ),
+            ),
+        ),
         (
             "attach",
             "Take up a cluster that runs without an owner, with its variables.",

@@ -184,7 +184,8 @@ class Panel:
                 history=history,
                 running=history is not None and history.run_id == run_id,
                 run_id=run_id,
-                note=_NO_RUN if run is None else _NO_MEASUREMENT if history is None else "",
+                note=self._master.problem
+                or (_NO_RUN if run is None else _NO_MEASUREMENT if history is None else ""),
             )
         except NotStartedError:  # stopped while we looked
             return self._view_without_cluster()
@@ -282,7 +283,7 @@ class Panel:
             if self._master is None or not self._master.running:
                 return self._monitor.version
             states = tuple((worker.pid, worker.state) for worker in self._master.workers)
-            return self._monitor.version, self._master.epoch, states
+            return self._monitor.version, self._master.epoch, self._master.problem, states
         except NotStartedError:
             return self._monitor.version
 

@@ -77,6 +77,8 @@ def status_table(master: MasterNode) -> Table:
     records = master.get_device_status()
     columns = ("rank", "worker", "device", "state", "pid", "busy", "memory", "does")
     title = f"Cluster {master.name}: {len(records)} workers, {master.backend}, group {master.epoch}"
+    if master.problem:
+        title = f"Cluster {master.name}: {master.problem}"
     return Table(title, columns, tuple(_status_row(r, s) for r, s in enumerate(records)), tuple(records))
 
 

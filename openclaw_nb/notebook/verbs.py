@@ -142,8 +142,9 @@ def _detach(context: Context, options: argparse.Namespace) -> Message:
 
 
 def _stop(context: Context, options: argparse.Namespace) -> Message:
-    name = context.session.master.name
-    return Message(f"Cluster {name} stopped: {context.session.stop()} processes ended, none is left.")
+    name = options.name or context.session.master.name
+    ended = context.session.stop(options.name)
+    return Message(f"Cluster {name} stopped: {ended} processes ended, none is left.")
 
 
 def _list(context: Context, options: argparse.Namespace) -> Table:

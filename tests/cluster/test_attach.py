@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from openclaw_nb.cluster.adopted import AdoptedRun
+from openclaw_nb.cluster.devices import Device
 from openclaw_nb.cluster.files import read_notes
 from openclaw_nb.cluster.master import MasterNode
 from openclaw_nb.cluster.ownership import end_processes, processes_of
@@ -27,6 +29,10 @@ from openclaw_nb.core.errors import (
     UsageError,
 )
 from openclaw_nb.monitor.store import Curve, Monitor, RunHistory
+from openclaw_nb.notebook.failure import cell_error
+from openclaw_nb.notebook.panel import Panel
+from openclaw_nb.notebook.tables import status_table
+from openclaw_nb.session import current_session
 
 pytestmark = pytest.mark.cluster
 
@@ -110,6 +116,32 @@ def test_a_cluster_waits_for_its_lease_when_its_owner_is_killed(runtime: Path) -
     owner.send_signal(signal.SIGKILL)
     owner.wait(HANG_SECONDS)
     check_works(MasterNode.attach("shared"))
+
+
+LEAVER = """
+from openclaw_nb.session import OpenClawCluster
+cluster = OpenClawCluster(workers=2, name="shared", lease_seconds={lease}, oversubscribe=True).start()
+cluster.run_cell("x = [rank + 41]").wait()
+run = cluster.run_cell("import time; time.sleep(3); print('slept')")
+"""
+
+
+def test_a_lease_begins_when_the_owner_ends_as_it_should(runtime: Path) -> None:
+    """A kernel that is restarted, say."""
+    subprocess.run([sys.executable, "-c", LEAVER.format(lease=60)], check=True, timeout=HANG_SECONDS)
+    master = MasterNode.attach()
+    run = master.last_run
+    assert run is not None
+    result = run.wait(HANG_SECONDS)
+    assert result is not None
+    assert result.ok
+    assert shown(run) == {0: ["slept"], 1: ["slept"]}
+    check_works(master)
+
+
+def test_without_a_lease_nothing_is_left_by_an_owner_that_ends(runtime: Path) -> None:
+    subprocess.run([sys.executable, "-c", LEAVER.format(lease=0)], check=True, timeout=HANG_SECONDS)
+    assert read_notes() == []
 
 
 def test_a_cluster_that_nobody_claims_ends_with_its_lease(runtime: Path) -> None:
@@ -296,6 +328,71 @@ def test_a_forming_that_its_owner_did_not_live_to_end(runtime: Path) -> None:
     check_works(MasterNode.attach())
 
 
+def controllers(cluster_id: str) -> list[int]:
+    """The controller's own process, and those of its schedulers."""
+    return [p.pid for p in processes_of(cluster_id) if "ipyparallel.controller" in p.command]
+
+
+def started() -> MasterNode:
+    master = MasterNode(name="shared").start()
+    master.start_workers([Device(f"CPU-{i}", "cpu", i, "") for i in range(2)])
+    master.run_cell("x = [rank + 41]").wait(HANG_SECONDS)
+    return master
+
+
+@pytest.mark.parametrize("which", [0, -1], ids=["hub", "scheduler"])
+def test_the_end_of_the_controller_is_told(runtime: Path, which: int) -> None:
+    master = started()
+    pid = sorted(controllers(master.cluster_id))[which]
+    run = master.run_cell("import time; time.sleep(600)")
+    time.sleep(0.5)
+    os.kill(pid, signal.SIGKILL)
+    before = time.monotonic()
+    result = run.wait(HANG_SECONDS)
+    assert time.monotonic() - before < 10
+    assert result is not None
+    assert result.left
+    what = f"controller \\(process {pid}\\) has ended.*%openclaw stop"
+    assert re.search(what, result.cause)
+    assert re.search(what, str(cell_error(result, {})))
+    assert re.search(what, repr(status_table(master)))
+    assert re.search(what, repr(Panel(master, Monitor())))
+    uses = [lambda: master.run_cell("1"), lambda: master.pull(["x"]), lambda: master.push({"y": 1})]
+    for use in (*uses, master.interrupt, master.reset):
+        with pytest.raises(ClusterError, match=what):
+            use()
+    cluster_id = master.cluster_id
+    assert master.stop() > 0
+    assert processes_of(cluster_id) == []
+    assert read_notes() == []
+
+
+def test_a_cluster_without_its_controller_is_ended_by_name(runtime: Path) -> None:
+    own(DETACH)
+    (note,) = read_notes()
+    for pid in controllers(note["cluster_id"]):
+        os.kill(pid, signal.SIGKILL)
+    with pytest.raises(StartError, match=r"controller is gone .*%openclaw stop shared ends them"):
+        MasterNode.attach()
+    with pytest.raises(AlreadyStartedError):
+        MasterNode(name="shared").start()
+    with pytest.raises(UnknownNameError):
+        current_session().stop("share")
+    assert current_session().stop("shared") >= 2
+    assert processes_of(note["cluster_id"]) == []
+    assert read_notes() == []
+    started().stop()
+
+
+def test_a_cluster_that_has_an_owner_is_not_ended_by_name(runtime: Path) -> None:
+    owner = own(WAIT)
+    with pytest.raises(AlreadyStartedError, match=f"belongs to process {owner.pid}"):
+        current_session().stop("shared")
+    assert read_notes()[0]["runs"]
+    owner.kill()
+    owner.wait(HANG_SECONDS)
+
+
 CLAIM = """
 import sys
 from openclaw_nb.cluster.master import MasterNode
@@ -379,7 +476,7 @@ def test_a_run_that_is_followed_ends_when_its_cluster_is_left(runtime: Path) -> 
     master.detach()
     result = run.wait(HANG_SECONDS)
     assert result is not None
-    assert "detached" in result.cause
+    assert "has left the cluster" in result.cause
     assert result.busy == (0, 1)
     master = MasterNode.attach()
     until(lambda: all(worker.busy_with for worker in master.workers))
