@@ -56,7 +56,7 @@ class Output:
     entry: list[Any]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class RunResult:
     """How a cell ended on all ranks.
 
@@ -76,6 +76,11 @@ class RunResult:
     seconds: float
     left: bool = False
     table: list[tuple[int, str, str]] = field(default_factory=list)
+
+    def __repr__(self) -> str:
+        ranks = sorted({*self.values, *self.failures, *self.died, *self.busy})
+        how = "ended well" if self.ok else self.cause or "did not end well"
+        return f"<RunResult: {how} on {len(ranks)} ranks after {self.seconds:.1f} s>"
 
     @property
     def ok(self) -> bool:

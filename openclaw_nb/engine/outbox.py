@@ -4,8 +4,9 @@
                                       └──(what is left at the end)──> the cell's reply
 
 A flood is bounded here, at its source: of each stream the first part is sent, then only the last part
-and the number of lines between. Messages carry no parent, so that ipyparallel's hub and client ignore
-them; the notebook side subscribes to the topic itself.
+and the number of lines between; of displays what an allowance that grows with time lets pass, then the
+newest. Messages carry no parent, so that ipyparallel's hub and client ignore them; the notebook side
+subscribes to the topic itself.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 from IPython.core.displayhook import DisplayHook
@@ -31,6 +32,8 @@ from openclaw_nb.protocol.messages import Event, Reply, Shown
 TOPIC = b"openclaw."
 HEAD_CHARACTERS = 200_000
 TAIL_CHARACTERS = 10_000
+DISPLAY_CHARACTERS = 500_000
+DISPLAY_CHARACTERS_PER_SECOND = 200_000
 _FLUSH_SECONDS = 0.05
 _TAIL_SECONDS = 1.0
 
@@ -58,6 +61,51 @@ class _Flood:
         return text[text.find("\n") + 1 :] if self.num_lines else text
 
 
+class _DisplayFlood:
+    """The bound of displays: those beyond it are counted, but for the newest, which is held back for a while."""
+
+    def __init__(self) -> None:
+        self._left = float(DISPLAY_CHARACTERS)
+        self._filled_at = time.monotonic()
+        self._shown: set[str] = set()
+        self._held: list[Any] | None = None
+        self._num_dropped = 0
+
+    def take(self, entry: list[Any]) -> list[list[Any]]:
+        """Take a display; return what is to be sent now."""
+        if self._held is not None and not (entry[4] and entry[3] == self._held[3]):
+            self._num_dropped += 1
+        self._held = entry
+        return self.due()
+
+    def due(self, *, at_once: bool = False) -> list[list[Any]]:
+        """Return the display that is held, if its time has come, and a word on those that were dropped before it."""
+        now = time.monotonic()
+        grown = (now - self._filled_at) * DISPLAY_CHARACTERS_PER_SECOND
+        self._left, self._filled_at = min(DISPLAY_CHARACTERS, self._left + grown), now
+        if self._held is None or (self._left <= 0 and not at_once):
+            return []
+        entry, self._held = self._held, None
+        self._left -= sum(
+            len(value) if isinstance(value, str) else len(repr(value)) for value in entry[1].values()
+        )
+        entry[4] = bool(entry[4] and entry[3] in self._shown)  # its first state may have been dropped
+        if entry[3]:
+            self._shown.add(entry[3])
+        return [*self._note(), entry]
+
+    def _note(self) -> list[list[Any]]:
+        if not self._num_dropped:
+            return []
+        text = f"[{self._num_dropped} displays were left out here: more than can be shown in their time]\n"
+        self._num_dropped = 0
+        return [["stream", "stderr", text]]
+
+    @property
+    def holds(self) -> bool:
+        return self._held is not None
+
+
 class Outbox:
     """Collects what the running cell shows and sends it in batches.
 
@@ -75,6 +123,7 @@ class Outbox:
         self._muted = False
         self._entries: list[list[Any]] = []
         self._floods: dict[str, _Flood] = {}
+        self._displays = _DisplayFlood()
         self._seq = 0
         self._record: Record | None = None
         self._tail_sent = 0.0
@@ -89,12 +138,13 @@ class Outbox:
         with self._lock:
             self._record = record
             self._run_id, self._seq = record.command.run_id, 0
-            self._entries, self._floods = [], {}
+            self._entries, self._floods, self._displays = [], {}, _DisplayFlood()
 
     def end(self) -> tuple[int, list[list[Any]]]:
         """Stop collecting; return how many batches were sent and what is left to show."""
         with self._lock:
             self._hold_tails()
+            self._entries += self._displays.due(at_once=True)
             entries, self._entries = self._entries, []
             self._run_id = ""
             return self._seq, entries
@@ -169,7 +219,7 @@ class Outbox:
         """Take a transcript entry such as ``("display", data, metadata, display_id, update)``."""
         with self._lock:
             if self._run_id and not self._muted:
-                self._entries.append(list(entry))
+                self._entries += self._displays.take(list(entry)) if entry[0] == "display" else [list(entry)]
         self._wake.set()
 
     # ---------------------------------------------------------------------------------------- sending
@@ -199,6 +249,9 @@ class Outbox:
         with self._lock:
             if time.monotonic() - self._tail_sent > _TAIL_SECONDS:
                 self._hold_tails()
+            self._entries += self._displays.due()
+            if self._displays.holds:
+                self._wake.set()
             if not self._entries or not self._run_id:
                 return
             self._seq += 1
@@ -262,6 +315,13 @@ class OutboxResult(DisplayHook):
         self._is_active = False
 
 
+class _KeepsNothing(dict[int, list[Any]]):
+    """A history of outputs that stays empty."""
+
+    def __missing__(self, key: int) -> list[Any]:
+        return []
+
+
 def _nothing() -> None:
     pass
 
@@ -283,4 +343,7 @@ def capture(outbox: Outbox, shell: Any) -> None:
     )
     shell.displayhook.outbox = outbox
     shell.display_trap.hook = shell.displayhook
+    # IPython would keep a copy of all that is shown, for as long as the worker lives.
+    shell._tee = lambda channel: nullcontext()
+    shell.history_manager.outputs = _KeepsNothing()
     use_text_bars()

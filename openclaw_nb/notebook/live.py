@@ -28,6 +28,7 @@ FINAL_LIMITS = Limits(lines=10_000, blocks=2_000, chars=800_000)
 _INTERVAL_SECONDS = 0.2
 # Jupyter's server drops what a kernel shows faster than 1 MB/s; half of it is left to the rest of the cell.
 _CHARS_PER_SECOND = 500_000
+_DRAWN_AT_ONCE = 500_000
 # Drawing many long transcripts may take this part of the kernel's time, not more.
 _DRAWING_SHARE = 0.2
 
@@ -120,6 +121,9 @@ class LiveOutput:
             self._finished = True
             self._status = None
             self.refresh(force=True)
+            while self._canvas.unfinished:
+                time.sleep(_DRAWN_AT_ONCE / _CHARS_PER_SECOND)
+                self.refresh(force=True)
 
     def _picture(self, now: float) -> Picture:
         world_size = max(self._world_size, len(self._transcripts))
@@ -134,10 +138,16 @@ class Slots:
 
     Adjacent text shares a slot; a display or a rich result has one of its own, below a slot with its label.
     A slot that is no longer needed is emptied, and used again when output grows.
+
+    Attributes
+    ----------
+    unfinished : bool
+        Whether the last drawing ended early, as there was more than can be sent at once: the next goes on.
     """
 
     def __init__(self, sink: SlotSink) -> None:
         self._sink = sink
+        self.unfinished = False
         self._sent: list[Bundle] = []
         self._drawn: tuple[Any, ...] = ()
 
@@ -145,7 +155,7 @@ class Slots:
         """Draw it; return about how many characters were sent."""
         versions = {rank: transcript.version for rank, transcript in picture.transcripts.items()}
         state = versions, picture.world_size, picture.status, picture.final
-        if state == self._drawn:
+        if state == self._drawn and not self.unfinished:
             return 0
         blocks = merge({rank: transcript.items for rank, transcript in picture.transcripts.items()})
         limits = FINAL_LIMITS if picture.final else LIVE_LIMITS
@@ -158,8 +168,12 @@ class Slots:
 
     def _send(self, wanted: list[Bundle]) -> int:
         size = 0
+        self.unfinished = False
         wanted = wanted + [_EMPTY] * (len(self._sent) - len(wanted))
         for slot, bundle in enumerate(wanted):
+            if size > _DRAWN_AT_ONCE:
+                self.unfinished = True
+                break
             if slot == len(self._sent):
                 self._sink.show(slot, *bundle)
                 self._sent.append(bundle)
@@ -244,6 +258,8 @@ class TextSink:
     patience_seconds : float
         How long lines wait for other ranks to show the same.
     """
+
+    unfinished = False  # nothing limits how fast a file is written
 
     def __init__(self, file: TextIO, patience_seconds: float = 2.0) -> None:
         self._file = file

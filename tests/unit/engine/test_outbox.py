@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -10,7 +11,14 @@ from typing import Any
 
 import pytest
 
-from openclaw_nb.engine.outbox import HEAD_CHARACTERS, TAIL_CHARACTERS, TOPIC, Outbox
+from openclaw_nb.engine.outbox import (
+    DISPLAY_CHARACTERS,
+    DISPLAY_CHARACTERS_PER_SECOND,
+    HEAD_CHARACTERS,
+    TAIL_CHARACTERS,
+    TOPIC,
+    Outbox,
+)
 from openclaw_nb.engine.record import Record
 from openclaw_nb.protocol import codec
 from openclaw_nb.protocol.messages import Measured, RunCell, Shown
@@ -223,6 +231,56 @@ def test_a_line_without_an_end_is_bounded_too(kernel: Recorder, outbox: Outbox) 
     assert entries[-1][0] == "omit"
     assert entries[-1][1] == 0
     assert entries[-1][2].endswith("\r 99999 of 100000")
+
+
+def display(outbox: Outbox, text: str, display_id: str | None = None, *, update: bool = False) -> None:
+    outbox.add("display", {"text/html": text}, {}, display_id, update)
+
+
+def displays(entries: Iterable[list[Any]]) -> list[list[Any]]:
+    return [entry for entry in entries if entry[0] == "display"]
+
+
+def test_few_or_small_displays_all_pass(kernel: Recorder, outbox: Outbox) -> None:
+    outbox.begin(record("r-1"))
+    for i in range(200):
+        display(outbox, str(i))
+    entries = shown(kernel, outbox)
+    assert [entry[1]["text/html"] for entry in entries] == [str(i) for i in range(200)]
+
+
+def test_a_flood_of_displays_is_bounded_counted_and_ends_with_the_newest(
+    kernel: Recorder, outbox: Outbox
+) -> None:
+    outbox.begin(record("r-1"))
+    begun = time.monotonic()
+    for i in range(3000):
+        display(outbox, f"{i:05}" + "x" * 5000)
+    entries = shown(kernel, outbox)
+    passed = displays(entries)
+    allowed = DISPLAY_CHARACTERS + DISPLAY_CHARACTERS_PER_SECOND * (time.monotonic() - begun)
+    assert sum(len(entry[1]["text/html"]) for entry in passed) < allowed + 3 * 5005
+    assert passed[-1][1]["text/html"].startswith("02999")
+    dropped = sum(int(n) for n in re.findall(r"\[(\d+) displays were left out", streamed(entries, "stderr")))
+    assert len(passed) + dropped == 3000
+
+
+def test_a_display_that_is_larger_than_the_bound_passes(kernel: Recorder, outbox: Outbox) -> None:
+    outbox.begin(record("r-1"))
+    display(outbox, "x" * 3 * DISPLAY_CHARACTERS)
+    assert len(displays(shown(kernel, outbox))) == 1
+
+
+def test_updates_of_a_display_that_was_dropped_show_it(kernel: Recorder, outbox: Outbox) -> None:
+    outbox.begin(record("r-1"))
+    display(outbox, "x" * 2 * DISPLAY_CHARACTERS)
+    display(outbox, "first state", "a")  # held, and replaced by the next
+    for i in range(1000):
+        display(outbox, f"state {i}", "a", update=True)
+    entries = displays(shown(kernel, outbox))
+    assert [entry[1]["text/html"][:9] for entry in entries] == ["xxxxxxxxx", "state 999"]
+    assert entries[-1][3:] == ["a", False]
+    assert streamed(entries, "stderr") == ""
 
 
 def test_the_next_run_starts_with_a_full_allowance(kernel: Recorder, outbox: Outbox) -> None:
