@@ -25,6 +25,7 @@ from openclaw_nb._version import __version__
 from openclaw_nb.cluster.guardian import MARKER_FILE, locked
 from openclaw_nb.cluster.ownership import end_processes, processes_of
 from openclaw_nb.core.errors import AlreadyStartedError, UsageError, unknown_name
+from openclaw_nb.protocol.messages import PROTOCOL_VERSION
 
 _SHARED_MEMORY = Path("/dev/shm")
 _STATE_FILE = "state.json"
@@ -111,14 +112,10 @@ class ClusterFiles:
         AlreadyStartedError
             When another process owns it.
         """
-        directory = _choose(name)["directory"]
-        with locked(directory):
-            note = next((note for note in read_notes() if note["directory"] == directory), None)
-            if note is None:
-                raise UsageError("The cluster has just been ended.")
-            _check_free(note)
-            files = cls(directory, note["cluster_id"])
-            state = _read_state(Path(directory), note)
+        with _held(_choose(name)) as note:
+            _check_version(note)
+            files = cls(note["directory"], note["cluster_id"])
+            state = _read_state(Path(files.directory), note)
             files._write_note(note["name"])
             try:
                 yield files, state
@@ -131,6 +128,7 @@ class ClusterFiles:
             "cluster_id": self.cluster_id,
             "name": name,
             "version": __version__,
+            "protocol": PROTOCOL_VERSION,
             "owner_pid": os.getpid(),
             "owner_started": process_start(os.getpid()),
             "detached": detached,
@@ -175,9 +173,7 @@ def end_abandoned(name: str) -> int:
     AlreadyStartedError
         When a process that runs owns it.
     """
-    note = _choose(name)
-    with locked(note["directory"]):
-        _check_unowned(note)
+    with _held(_find(name, read_notes())) as note:
         ended = end_processes(note["cluster_id"], grace_seconds=_END_GRACE_SECONDS)
         ClusterFiles(note["directory"], note["cluster_id"]).remove()
     return len(ended)
@@ -199,13 +195,15 @@ def read_notes() -> list[dict[str, Any]]:
     """
     notes = []
     for path in sorted(runtime_directory().glob(f"*/{MARKER_FILE}")):
+        if not _is_mine(path):
+            continue
         try:
             note = json.loads(path.read_text())
         except (OSError, ValueError):  # removed or half-written meanwhile
             continue
         start = process_start(note["owner_pid"])
         note["alive"] = start is not None and abs(start - note["owner_started"]) < 1
-        note = {"detached": False, "version": "an earlier", **note}
+        note = {"detached": False, "version": "an earlier", "protocol": "an earlier", **note}
         note["runs"] = False
         with contextlib.suppress(UsageError):  # not an id: somebody else has written the file
             note["runs"] = bool(processes_of(note["cluster_id"]))
@@ -214,16 +212,51 @@ def read_notes() -> list[dict[str, Any]]:
     return notes
 
 
+def _is_mine(path: Path) -> bool:
+    """Whether a file or directory is this user's; what somebody else has written is not believed."""
+    try:
+        return path.stat().st_uid == os.getuid()
+    except OSError:
+        return False
+
+
+def _check_mine(path: Path) -> None:
+    if path.exists() and not _is_mine(path):
+        raise UsageError(
+            f"The cluster {path.name!r} belongs to another user: only they can attach to it, or end it. "
+            "Choose another name for a new one."
+        )
+
+
+@contextlib.contextmanager
+def _held(note: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Let nobody else take or end a cluster without an owner; yield its note as it is by then."""
+    directory = note["directory"]
+    with locked(directory):
+        now = next((note for note in read_notes() if note["directory"] == directory), None)
+        if now is None or now["cluster_id"] != note["cluster_id"]:
+            raise UsageError(f"The cluster {note['name']!r} has just been ended.")
+        _check_unowned(now)
+        yield now
+
+
+def _find(name: str, notes: list[dict[str, Any]]) -> dict[str, Any]:
+    found = {note["name"]: note for note in notes}
+    if name in found:
+        return found[name]
+    if _NAME.fullmatch(name):
+        _check_mine(runtime_directory() / name)
+    raise unknown_name("cluster", name, found)
+
+
 def _choose(name: str | None) -> dict[str, Any]:
-    running = {note["name"]: note for note in read_notes() if note["runs"]}
+    running = [note for note in read_notes() if note["runs"]]
     if name is not None:
-        if name not in running:
-            raise unknown_name("cluster", name, running)
-        return running[name]
-    free = [note for note in running.values() if note["detached"] or not note["alive"]]
+        return _find(name, running)
+    free = [note for note in running if note["detached"] or not note["alive"]]
     if len(free) != 1:
         what = "Several clusters wait" if free else "No cluster waits"
-        names = ", ".join(note["name"] for note in free or running.values()) or "none"
+        names = ", ".join(note["name"] for note in free or running) or "none"
         raise UsageError(f"{what} for an owner. Say which: %openclaw attach NAME. Those that run: {names}.")
     return free[0]
 
@@ -234,7 +267,7 @@ def _read_state(path: Path, note: dict[str, Any]) -> dict[str, Any]:
     except (OSError, ValueError):
         raise UsageError(
             f"The cluster {note['name']!r} was never started to its end, so there is nothing to take up. "
-            f"End its processes (they carry OPENCLAW_CLUSTER={note['cluster_id']}) and start a new one."
+            f"End it (%openclaw stop {note['name']}) and start a new one."
         ) from None
     return state
 
@@ -247,22 +280,27 @@ def _check_unowned(note: dict[str, Any]) -> None:
         )
 
 
-def _check_free(note: dict[str, Any]) -> None:
-    _check_unowned(note)
-    if note["version"] != __version__:
+def _check_version(note: dict[str, Any]) -> None:
+    theirs, ours = (note["version"], note["protocol"]), (__version__, PROTOCOL_VERSION)
+    if theirs != ours:
+        told = [f"{version} (protocol {protocol})" for version, protocol in (theirs, ours)]
         raise UsageError(
-            f"The cluster {note['name']!r} was started by version {note['version']} of openclaw_nb, and this is "
-            f"{__version__}. Use that version, or end the cluster's processes and start a new one."
+            f"The cluster {note['name']!r} was started by version {told[0]} of openclaw_nb, and this is {told[1]}. "
+            f"Use that version, or end the cluster (%openclaw stop {note['name']}) and start a new one."
         )
 
 
 def _clear_stale(path: Path, name: str) -> None:
     """Remove the directory of a cluster of this name whose owner is gone."""
+    _check_mine(path)
     note = next((n for n in read_notes() if n["directory"] == str(path)), None)
     if note is not None and note["alive"] and not note["detached"]:
         raise AlreadyStartedError(f"A cluster named {name!r} runs already (owner pid {note['owner_pid']}).")
     if note is not None and note["runs"]:
-        raise AlreadyStartedError(f"A cluster named {name!r} runs already: %openclaw attach {name}.")
+        raise AlreadyStartedError(
+            f"A cluster named {name!r} runs already: %openclaw attach {name} takes it up, "
+            f"%openclaw stop {name} ends it."
+        )
     if note is not None:
         shutil.rmtree(path, ignore_errors=True)
     elif path.exists():

@@ -310,11 +310,11 @@ def _is_mine(charge: Charge) -> bool:
 
 
 def _lease_ran_out(charge: Charge) -> bool:
-    """Wait for a new owner as long as the lease says; False if one came."""
+    """Wait for a new owner as long as the lease says, and one may come; False if one came."""
     deadline = time.monotonic() + charge.lease_seconds
     while _is_mine(charge):
         left = deadline - time.monotonic()
-        if left <= 0:
+        if left <= 0 or not os.path.isdir(charge.directory):  # without it nobody can come
             return True
         time.sleep(min(left, _CLAIM_CHECK_SECONDS))
     return False

@@ -19,12 +19,13 @@ import select
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, InvalidStateError
 from typing import Any
 
 import psutil
 
+from openclaw_nb.cluster.ownership import create_time
 from openclaw_nb.core.errors import OpenClawError, StartError, WorkerDiedError
 from openclaw_nb.protocol import codec
 from openclaw_nb.protocol.messages import Command, Event, Reply
@@ -54,6 +55,12 @@ class Door:
         Called with a worker's number when its engine registers or is gone.
     on_lost : callable
         Called with its process id when one of the controller's processes has ended: nothing arrives any more then.
+
+    Attributes
+    ----------
+    controller : list of (int, float)
+        Pid and start time of each process of the controller, known once connected: the hub, its schedulers and the
+        monitor of heartbeats.
     """
 
     def __init__(
@@ -73,12 +80,14 @@ class Door:
         self._on_event, self._on_joined, self._on_died = on_event, on_joined, on_died
         self._on_lost = on_lost
         self._watch: _ControllerWatch | None = None
+        self._lock = threading.Lock()
         self._pending: set[Future[Reply]] = set()
         self._lost = ""
         self._cluster: Any = None
         self._client: Any = None
         self._listener: _EventListener | None = None
         self._engine_sets: dict[int, str] = {}
+        self.controller: list[tuple[int, float]] = []
 
     # ------------------------------------------------------------------------------------ processes
 
@@ -104,27 +113,32 @@ class Door:
         )
         self._cluster.start_controller_sync(environment=self._environment)
 
-    def find_controller(self) -> None:
+    def find_controller(self, processes: Sequence[tuple[int, float]]) -> None:
         """Find the controller and the engines that another process has started.
+
+        Parameters
+        ----------
+        processes : sequence of (int, float)
+            What `controller` was there.
 
         Raises
         ------
         StartError
-            When the controller is gone.
+            When the controller, or one of its processes, is gone.
         """
         import ipyparallel
 
+        self.controller = [(pid, started) for pid, started in processes]
+        for pid, started in self.controller:
+            if create_time(pid) != started:
+                raise StartError(self._controller_is_gone(f"process {pid} has ended"))
         try:
             self._cluster = ipyparallel.Cluster.from_file(
                 profile_dir=self._directory, cluster_id=self.cluster_id, log_level=logging.CRITICAL
             )
-            process = psutil.Process(self._cluster.controller.process.pid)
-            ended = process.status() == psutil.STATUS_ZOMBIE
         except Exception as error:
             # ipyparallel raises its own and bare exceptions for files and processes that are gone.
             raise StartError(self._controller_is_gone(str(error))) from error
-        if ended:
-            raise StartError(self._controller_is_gone(f"process {process.pid} has ended"))
         self._cluster.shutdown_atexit = False
         self._cluster.send_engines_connection_env = False
 
@@ -171,7 +185,8 @@ class Door:
         for number in self._client.ids:
             self._on_joined(number)
         self._listener = _EventListener(self._client, self._on_event)
-        self._watch = _ControllerWatch(self._cluster.controller.process.pid, self._on_lost)
+        self.controller = self.controller or _with_children(self._cluster.controller.process.pid)
+        self._watch = _ControllerWatch(self.controller, self._on_lost)
 
     def _registered(self, notice: dict[str, Any]) -> None:
         number = int(notice["id"])
@@ -195,8 +210,9 @@ class Door:
 
     def give_up(self, why: str) -> None:
         """Let every request that waits for an answer, and every later one, fail: none can come any more."""
-        self._lost = why
-        for answer in list(self._pending):
+        with self._lock:
+            self._lost, pending = why, list(self._pending)
+        for answer in pending:
             _fail(answer, WorkerDiedError(why))
 
     def log_tail(self, name: str, num_lines: int = 12) -> str:
@@ -240,14 +256,20 @@ class Door:
         answer: Future[Reply] = Future()
         client = self._client
         identity = client._engines.get(worker) if client is not None else None
-        if identity is None or self._lost:
-            answer.set_exception(WorkerDiedError(self._lost or f"Worker {worker} is gone."))
-        else:
+        with self._lock:  # so that `give_up` sees it, or is seen here
+            lost = self._lost
             self._pending.add(answer)
-            answer.add_done_callback(self._pending.discard)
+        answer.add_done_callback(self._forget)
+        if identity is None or lost:
+            _fail(answer, WorkerDiedError(lost or f"Worker {worker} is gone."))
+        else:
             sent = send(client, str(identity).encode())
             sent.add_done_callback(lambda future: self._settle(worker, answer, future))
         return answer
+
+    def _forget(self, answer: Future[Reply]) -> None:
+        with self._lock:
+            self._pending.discard(answer)
 
     def _settle(self, worker: int, answer: Future[Reply], sent: Any) -> None:
         try:
@@ -273,25 +295,34 @@ def _fail(answer: Future[Reply], error: Exception) -> None:
 class _ControllerWatch:
     """Notices the end of any of the controller's processes: the hub, and the schedulers that it has started."""
 
-    def __init__(self, pid: int, on_lost: Callable[[int], None]) -> None:
+    def __init__(self, processes: Sequence[tuple[int, float]], on_lost: Callable[[int], None]) -> None:
         self._on_lost = on_lost
         self._closing = threading.Event()
         self._poll = select.poll()
         self._pids: dict[int, int] = {}
-        for process in _with_children(pid):
-            with contextlib.suppress(ProcessLookupError):
-                descriptor = os.pidfd_open(process)
-                self._pids[descriptor] = process
-                self._poll.register(descriptor, select.POLLIN)
+        self._ended: int | None = None
+        for pid, started in processes:
+            self._follow(pid, started)
         self._thread = threading.Thread(target=self._work, name="openclaw-controller", daemon=True)
         self._thread.start()
 
+    def _follow(self, pid: int, started: float) -> None:
+        try:
+            descriptor = os.pidfd_open(pid)
+        except ProcessLookupError:
+            self._ended = pid
+            return
+        self._pids[descriptor] = pid
+        self._poll.register(descriptor, select.POLLIN)
+        if create_time(pid) != started:  # ended before, and the number may be another's now
+            self._ended = pid
+
     def _work(self) -> None:
-        while not self._closing.is_set():
+        while self._ended is None and not self._closing.is_set():
             if ended := self._poll.poll(_WATCH_MILLISECONDS):
-                if not self._closing.is_set():
-                    self._on_lost(self._pids[ended[0][0]])
-                break
+                self._ended = self._pids[ended[0][0]]
+        if self._ended is not None and not self._closing.is_set():
+            self._on_lost(self._ended)
         for descriptor in self._pids:
             os.close(descriptor)
 
@@ -301,11 +332,12 @@ class _ControllerWatch:
             self._thread.join(2)
 
 
-def _with_children(pid: int) -> list[int]:
-    try:
-        return [pid, *(child.pid for child in psutil.Process(pid).children(recursive=True))]
-    except psutil.NoSuchProcess:
-        return [pid]
+def _with_children(pid: int) -> list[tuple[int, float]]:
+    """Return pid and start time of a process and of all that it has started; a start of 0 is that of one that ended."""
+    pids = [pid]
+    with contextlib.suppress(psutil.NoSuchProcess):
+        pids += [child.pid for child in psutil.Process(pid).children(recursive=True)]
+    return [(pid, create_time(pid) or 0.0) for pid in pids]
 
 
 class _EventListener:

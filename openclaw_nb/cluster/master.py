@@ -121,14 +121,20 @@ class MasterNode:
         """
         if self._door is not None:
             raise AlreadyStartedError(f"The cluster {self.name!r} runs already.")
-        self._own(ClusterFiles.create(self.cluster_id, self.name)).start_controller(self.host)
+        door = self._open(ClusterFiles.create(self.cluster_id, self.name))
+        self._watch_over()
+        door.start_controller(self.host)
         return self
 
-    def _own(self, files: ClusterFiles) -> Door:
-        """Watch over a cluster's processes and make what it takes to reach them."""
-        self._files = files
+    def _watch_over(self) -> None:
+        """Let the cluster end with this process, or with its lease."""
+        assert self._files is not None
         lease = self._lease_seconds
-        self._guardian = Guardian.start(self.cluster_id, files.directory, lease_seconds=lease)
+        self._guardian = Guardian.start(self.cluster_id, self._files.directory, lease_seconds=lease)
+
+    def _open(self, files: ClusterFiles) -> Door:
+        """Make what it takes to reach a cluster's processes."""
+        self._files = files
         self._door = Door(
             files.directory,
             self.name,
@@ -176,9 +182,11 @@ class MasterNode:
             if listener is not None:
                 master.listen(listener)
             try:
-                master._own(files).find_controller()
+                master._open(files).find_controller(state.get("controller", ()))
                 master._members.take_over([Device(**device) for device in state["devices"]])
                 master._take_up()
+                # Last: killed before, this process leaves a cluster that can be attached to again.
+                master._watch_over()
             except BaseException:
                 master._let_go()  # what runs there may be worth keeping
                 raise
@@ -258,7 +266,8 @@ class MasterNode:
             self.stop()
             raise
         assert self._files is not None
-        self._files.save_state({"name": self.name, **self._members.state()})
+        controller = self._members.door.controller
+        self._files.save_state({"name": self.name, "controller": controller, **self._members.state()})
         return workers
 
     def stop(self) -> int:
