@@ -1,19 +1,22 @@
 """Variables between the notebook and the workers of this host, through one file in shared memory.
 
 The notebook writes a variable once, each worker reads it from there, one after the other: no copy for
-each worker is in flight at the same time.
+each worker is in flight at the same time. Where shared memory is too small, as in many containers, the
+file goes to disk.
 """
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import TimeoutError as FutureTimeout
-from typing import Any
+from dataclasses import replace
+from typing import Any, TypeVar
 
 from openclaw_nb.cluster.run import Channel
-from openclaw_nb.core.errors import ClusterError, UnknownNameError, UsageError
+from openclaw_nb.core.errors import ClusterError, NoRoomError, UnknownNameError, UsageError
 from openclaw_nb.protocol import codec
 from openclaw_nb.protocol.messages import (
     Command,
@@ -26,6 +29,8 @@ from openclaw_nb.protocol.messages import (
 
 _COMPLETE_SECONDS = 1.0
 
+Written = TypeVar("Written")
+
 
 class Exchange:
     """Pushes, pulls and describes variables.
@@ -34,13 +39,13 @@ class Exchange:
     ----------
     channel : Channel
         How to reach the workers.
-    folder : callable
-        Returns the directory for files, given how many bytes are needed.
+    folders : callable
+        Returns the directories for files, the best first.
     """
 
-    def __init__(self, channel: Channel, folder: Callable[[], str]) -> None:
+    def __init__(self, channel: Channel, folders: Callable[[], Sequence[str]]) -> None:
         self._channel = channel
-        self._folder = folder
+        self._folders = folders
         self._count = itertools.count()
 
     def push(
@@ -55,13 +60,10 @@ class Exchange:
         ------
         UsageError
             When a variable cannot be pickled; nothing was sent then.
+        NoRoomError
+            When they fit nowhere.
         """
-        path = self._new_path()
-        try:
-            try:
-                size = codec.write_variables(path, variables)
-            except TypeError as error:
-                raise UsageError(f"{error}. Build it in a cell that runs on the workers instead.") from None
+        with self._in_a_file(lambda path: _write(path, variables)) as (path, size):
             for done, worker in enumerate(workers):
                 if progress:
                     progress(done, len(workers))
@@ -69,8 +71,6 @@ class Exchange:
             if progress:
                 progress(len(workers), len(workers))
             return size
-        finally:
-            _remove(path)
 
     def pull(self, worker: int, names: Sequence[str]) -> dict[str, Any]:
         """Return variables of one worker.
@@ -81,13 +81,33 @@ class Exchange:
             When the worker has no such variable.
         UsageError
             When a variable cannot be pickled.
+        NoRoomError
+            When they fit nowhere.
         """
-        path = self._new_path()
-        try:
-            self._ask(worker, SendVariables(names=list(names), path=path))
+        command = SendVariables(names=list(names), path="")
+        with self._in_a_file(lambda path: self._ask(worker, replace(command, path=path))) as (path, _):
             return codec.read_variables(path)
-        finally:
-            _remove(path)
+
+    @contextlib.contextmanager
+    def _in_a_file(self, write: Callable[[str], Written]) -> Iterator[tuple[str, Written]]:
+        """Let a file be written where it fits; yield its path and what writing returned. It is gone afterwards."""
+        problems = []
+        for folder in self._folders():
+            path = os.path.join(folder, f"variables-{os.getpid()}-{next(self._count)}")
+            try:
+                written = write(path)
+            except NoRoomError as error:
+                problems.append(str(error))
+                continue
+            except BaseException:
+                _remove(path)
+                raise
+            try:
+                yield path, written
+            finally:
+                _remove(path)
+            return
+        raise NoRoomError(" ".join([*problems, "Free some, or send less at a time."]))
 
     def describe(
         self, ranks: Mapping[int, int], names: Sequence[str]
@@ -110,13 +130,17 @@ class Exchange:
     def _ask(self, worker: int, command: Command) -> dict[str, Any]:
         return _value(self._channel.request(worker, command).result())
 
-    def _new_path(self) -> str:
-        return os.path.join(self._folder(), f"variables-{os.getpid()}-{next(self._count)}")
+
+def _write(path: str, variables: Mapping[str, Any]) -> int:
+    try:
+        return codec.write_variables(path, variables)
+    except TypeError as error:
+        raise UsageError(f"{error}. Build it in a cell that runs on the workers instead.") from None
 
 
 def _value(reply: Any) -> dict[str, Any]:
     if isinstance(reply, Failed):
-        kinds = {"UnknownNameError": UnknownNameError, "TypeError": UsageError}
+        kinds = {"NoRoomError": NoRoomError, "UnknownNameError": UnknownNameError, "TypeError": UsageError}
         raise kinds.get(reply.error_type, ClusterError)(reply.message)
     value: dict[str, Any] = reply.value
     return value

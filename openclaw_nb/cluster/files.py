@@ -3,6 +3,7 @@
     <jupyter runtime dir>/openclaw/<name>/     profile directory of ipyparallel, mode 0700
         openclaw-cluster.json                  who owns the cluster
         state.json                             what a new owner needs to take it over
+        variables/                             variables on their way that do not fit into shared memory
     /dev/shm/openclaw-<id>/                    variables on their way (made when first needed)
 
 Knows paths and what is written there, and of processes only who owns a cluster; `end_abandoned` ends one without owner.
@@ -29,6 +30,7 @@ from openclaw_nb.protocol.messages import PROTOCOL_VERSION
 
 _SHARED_MEMORY = Path("/dev/shm")
 _STATE_FILE = "state.json"
+_VARIABLES_FOLDER = "variables"
 _END_GRACE_SECONDS = 2.0
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
 
@@ -145,12 +147,14 @@ class ClusterFiles:
         with locked(self.directory):
             self._write_note(name, detached=True)
 
-    def exchange(self) -> str:
-        """Return the folder for variables on their way, in shared memory where there is some."""
-        base = _SHARED_MEMORY if os.access(_SHARED_MEMORY, os.W_OK) else Path(self.directory)
-        folder = base / f"openclaw-{self.cluster_id}"
-        folder.mkdir(mode=0o700, exist_ok=True)
-        return str(folder)
+    def exchange(self) -> list[str]:
+        """Return folders for variables on their way: in shared memory where there is some, then on disk."""
+        folders = [Path(self.directory) / _VARIABLES_FOLDER]
+        if os.access(_SHARED_MEMORY, os.W_OK):
+            folders.insert(0, _SHARED_MEMORY / f"openclaw-{self.cluster_id}")
+        for folder in folders:
+            folder.mkdir(mode=0o700, exist_ok=True)
+        return [str(folder) for folder in folders]
 
     def remove(self) -> None:
         """Remove everything."""

@@ -4,6 +4,7 @@
     |-- UsageError            what was asked cannot be done as it was said (also a ValueError)
     |   |-- UnknownNameError  a verb, option, strategy, device or worker that does not exist
     |   |-- ResourceError     more workers than cores, devices or memory allow
+    |   |   `-- NoRoomError   a file does not fit
     |   `-- RefusedError      a cell that a strategy cannot run with the single-device result
     |-- ClusterError          the cluster is not in the state that the call needs
     |   |-- NotStartedError
@@ -41,6 +42,10 @@ class UnknownNameError(UsageError):
 
 class ResourceError(UsageError):
     """More workers than the machine's cores, devices or memory allow."""
+
+
+class NoRoomError(ResourceError):
+    """A file does not fit where it was to be written."""
 
 
 class RefusedError(UsageError):

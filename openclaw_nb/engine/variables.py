@@ -26,6 +26,8 @@ def send(namespace: Mapping[str, Any], names: list[str], path: str) -> dict[str,
         For a name that the worker has not.
     TypeError
         For a value that cannot be pickled.
+    NoRoomError
+        When the file does not fit there.
     """
     found = {name: _lookup(namespace, name) for name in names}
     return {"size_bytes": codec.write_variables(path, found)}

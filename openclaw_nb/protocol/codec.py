@@ -5,14 +5,18 @@ Knows the message classes; does not know who sends them or over what.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import errno
 import math
 import os
 import pickle
 import struct
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
+from openclaw_nb.core.errors import NoRoomError
+from openclaw_nb.core.text import size_text
 from openclaw_nb.protocol import messages
 
 _CLASSES: dict[str, type] = {
@@ -82,6 +86,8 @@ def write_variables(path: str, variables: Mapping[str, Any]) -> int:
     ------
     TypeError
         If a value cannot be pickled; the message names the variable.
+    NoRoomError
+        If the file does not fit there; nothing is left of it.
     """
     import cloudpickle
 
@@ -94,12 +100,22 @@ def write_variables(path: str, variables: Mapping[str, Any]) -> int:
             # Pickling runs the value's own code: any error of it means the same to the caller.
             raise TypeError(f"{name!r} ({type(value).__name__}) cannot be sent: {error}") from error
     head = pickle.dumps((parts, [memoryview(b).nbytes for b in buffers]), protocol=5)
+    try:
+        return _write(path, [_COUNT.pack(len(head)), head, *(buffer.raw() for buffer in buffers)])
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(path)
+        size, folder = sum(memoryview(b).nbytes for b in buffers) + len(head), os.path.dirname(path)
+        raise NoRoomError(f"{size_text(size)} are needed in {folder}, where less is free.") from None
+
+
+def _write(path: str, parts: Iterable[bytes | memoryview]) -> int:
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     with os.fdopen(descriptor, "wb") as file:
-        file.write(_COUNT.pack(len(head)))
-        file.write(head)
-        for buffer in buffers:
-            file.write(buffer.raw())
+        for part in parts:
+            file.write(part)
         return file.tell()
 
 

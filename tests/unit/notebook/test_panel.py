@@ -94,6 +94,14 @@ def test_the_table_shows_each_device_with_its_samples_a_second() -> None:
     assert "now <strong>192 samples/s</strong>" in drawn
 
 
+def test_a_worker_that_never_reports_is_shown_and_the_others_count() -> None:
+    monitor = measured(1)
+    drawn = view(devices=(device(0), device(1)), history=monitor.latest(), running=True)
+    assert [row[4] for row in cells(draw_html(drawn))] == ["samples/s", "64", "–"]
+    assert "10 steps, 640 samples, 64 samples/s (1 worker)" in draw(drawn).text
+    assert monitor.latest().straggler is None  # type: ignore[union-attr]
+
+
 def test_readings_that_do_not_exist_are_dashes() -> None:
     unknown = device(utilisation=None, memory_used=None, memory_total=None, pid=None, work="", state="dead")
     assert cells(draw_html(view(devices=(unknown,))))[1] == ["CPU-0", "dead", "–", "–", "–", "–", "now", "–"]
