@@ -200,6 +200,11 @@ class OpenClawCluster:
         How long the workers, and a cell that runs on them, wait for a new owner (`attach`) when this process ends, in
         whatever way, without `stop` or `detach`.
 
+    Attributes
+    ----------
+    cell : object or None
+        In a notebook that has attached to the cluster, a handle of the cell that ran there.
+
     Examples
     --------
     >>> with OpenClawCluster(workers=2) as cluster:            # doctest: +SKIP
@@ -223,6 +228,7 @@ class OpenClawCluster:
         self.name = name
         self.communication = communication
         self.oversubscribe = oversubscribe
+        self.cell: Any = None
         self._master: MasterNode | None = None
 
     def start(self, progress: Progress | None = None) -> OpenClawCluster:

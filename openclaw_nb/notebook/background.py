@@ -20,9 +20,7 @@ from openclaw_nb.notebook.cellrun import CellRequest, Prepared, prepare, watch
 from openclaw_nb.notebook.failure import cell_error
 from openclaw_nb.notebook.figures import describe_run, rate_text
 from openclaw_nb.notebook.live import LiveOutput
-from openclaw_nb.notebook.tables import status_table
 from openclaw_nb.notebook.targets import Place
-from openclaw_nb.session import OpenClawCluster
 
 _SHOWN_CHARACTERS = 4000
 
@@ -226,31 +224,9 @@ def follow_in_background(
     return BackgroundRun(Prepared(run, places, output, run.execution_count), sink, monitor, notebook)
 
 
-class Attached:
-    """What ``%openclaw attach`` returns: the cluster, and the cell that runs there or ran last.
-
-    Attributes
-    ----------
-    cluster : OpenClawCluster
-        The cluster, now this notebook's.
-    cell : BackgroundRun or None
-        A handle of that cell.
-    """
-
-    def __init__(self, cluster: OpenClawCluster, cell: BackgroundRun | None) -> None:
-        self.cluster, self.cell = cluster, cell
-
-    @property
-    def _about_the_cell(self) -> str:
-        if self.cell is None:
-            return "No cell has run on these workers."
-        how = "Its output so far, and its end:" if self.cell.running else "Its output:"
-        return f"Cell {self.cell.number} {self.cell.state}. {how} _.cell, _.cell.output, _.cell.wait()"
-
-    def __repr__(self) -> str:
-        return f"{status_table(self.cluster.master)!r}\n{self._about_the_cell}"
-
-    def _repr_html_(self) -> str:
-        return (
-            f"{status_table(self.cluster.master)._repr_html_()}<div>{html.escape(self._about_the_cell)}</div>"
-        )
+def about(cell: BackgroundRun | None) -> str:
+    """Say of the cell of a cluster that was attached to how far it is and how to get at it; "" when there is none."""
+    if cell is None:
+        return ""
+    how = "its output so far, and its end" if cell.running else "its output"
+    return f"Cell {cell.number} {cell.state}. In .cell of this cluster: {how} (.cell.output, .cell.wait())."

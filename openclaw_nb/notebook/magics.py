@@ -185,12 +185,19 @@ def _is_ours(candidate: Any) -> bool:
 
 
 def _cluster_html(cluster: Any) -> str | None:
+    from html import escape
+
+    from openclaw_nb.notebook.background import about
     from openclaw_nb.notebook.tables import status_table
 
-    return status_table(cluster.master)._repr_html_() if cluster.running else None
+    if not cluster.running:
+        return None
+    return f"{status_table(cluster.master)._repr_html_()}<div>{escape(about(cluster.cell))}</div>"
 
 
 def _cluster_text(cluster: Any, printer: Any, cycle: bool) -> None:
+    from openclaw_nb.notebook.background import about
     from openclaw_nb.notebook.tables import status_table
 
-    printer.text(repr(status_table(cluster.master)) if cluster.running else repr(cluster))
+    text = f"{status_table(cluster.master)!r}\n{about(cluster.cell)}" if cluster.running else repr(cluster)
+    printer.text(text.rstrip())

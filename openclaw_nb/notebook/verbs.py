@@ -21,7 +21,6 @@ from openclaw_nb.session import OpenClawCluster, Session
 from openclaw_nb.strategies import STRATEGIES, canonical_strategy
 
 if TYPE_CHECKING:
-    from openclaw_nb.notebook.background import Attached
     from openclaw_nb.notebook.certificate import Certificate
     from openclaw_nb.notebook.figures import RunFigures
 
@@ -128,12 +127,12 @@ def _auto(context: Context, options: argparse.Namespace) -> Message:
     return Message("Plain cells run in the notebook.")
 
 
-def _attach(context: Context, options: argparse.Namespace) -> Attached:
-    from openclaw_nb.notebook.background import Attached, follow_in_background
+def _attach(context: Context, options: argparse.Namespace) -> OpenClawCluster:
+    from openclaw_nb.notebook.background import follow_in_background
 
     cluster = OpenClawCluster.attach(options.name, lease_seconds=options.lease or 0.0)
-    cell = follow_in_background(cluster.master, context.session.monitor, context.namespace)
-    return Attached(cluster, cell)
+    cluster.cell = follow_in_background(cluster.master, context.session.monitor, context.namespace)
+    return cluster
 
 
 def _detach(context: Context, options: argparse.Namespace) -> Message:

@@ -420,7 +420,10 @@ def test_detach_and_attach(notebook: Notebook) -> None:
     assert "No cluster is running" in notebook.run("%%openclaw_parallel\n1").error
     assert "%openclaw attach takes it up" in notebook.value("%openclaw list")
     assert notebook.matches("%openclaw attach ") == [said.split()[1]]
-    assert "2 workers" in notebook.good("cluster = %openclaw attach\ncluster").text
+    text = notebook.good("cluster = %openclaw attach\ncluster").text
+    assert "2 workers" in text
+    assert re.search(r"Cell \d+ ended well after [\d.]+ s\. In \.cell of this cluster: its output", text)
+    assert notebook.value("cluster.cell.running, cluster.cell.output") == "(False, '')"
     assert notebook.value("%%openclaw_parallel\nleft_here") == "[rank 0]\n7\n[rank 1]\n8"
 
 
