@@ -277,6 +277,11 @@ class MasterNode:
         return self._members.epoch
 
     @property
+    def replaces_workers(self) -> bool:
+        """Whether a new process takes the place of a worker that died; if not, one death ends the cluster."""
+        return BACKENDS[self.backend].replaces
+
+    @property
     def communication(self) -> str:
         """What the workers communicate with."""
         return self._members.communication

@@ -66,6 +66,7 @@ class Membership:
         self._mend_again = False
         self._closing = False
         self._doing = ""
+        self._first_death = ""
 
     # ----------------------------------------------------------------------------------------- start
 
@@ -266,6 +267,7 @@ class Membership:
         with self._changed:
             if number < len(self.workers):
                 worker = self.workers[number]
+                self._first_death = self._first_death or worker.id
                 worker.alive, worker.store_port, worker.pid, worker.busy_with = False, 0, None, ""
             self._changed.notify_all()
         if not during_run and self._ready.is_set():
@@ -329,7 +331,7 @@ class Membership:
     def _mend_once(self) -> None:
         dead = [worker for worker in self.workers if not worker.alive]
         if dead and not self._launch.replaces:
-            raise ClusterError(f"{', '.join(worker.id for worker in dead)} died: {SET_ENDED}")
+            raise ClusterError(f"{self._first_death or dead[0].id} died: {SET_ENDED}")
         if dead:
             self._doing = f"{', '.join(w.id for w in dead)} died: a new process is starting in its place"
             self._launch.start(dead, len(self.workers))
