@@ -165,6 +165,10 @@ class Door:
             for launcher in getattr(engines, "launchers", {"": engines}).values()
         )
 
+    def pid_of_set(self, worker: int) -> int:
+        """Return the process id of the mpiexec of this worker."""
+        return int(self._cluster.engines[self._engine_sets[worker]].process.pid)
+
     def output_of_set(self, worker: int, num_lines: int = 12) -> str:
         """Return the last lines of what the mpiexec of this worker has written."""
         engines = self._cluster.engines.get(self._engine_sets.get(worker))

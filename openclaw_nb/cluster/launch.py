@@ -39,6 +39,9 @@ class Launch(Protocol):
     def last_words(self, worker: Worker) -> str:
         """Return what the worker's process, and whoever started it, wrote last."""
 
+    def remarks(self) -> list[str]:
+        """Return what a person should know about the way the workers were started."""
+
 
 class LocalLaunch:
     """A process a worker.
@@ -67,6 +70,10 @@ class LocalLaunch:
     def last_words(self, worker: Worker) -> str:
         """Return the end of the worker's log."""
         return self._door.log_tail(f"ipengine-{self._door.cluster_id}-{worker.id}-")
+
+    def remarks(self) -> list[str]:
+        """Return nothing: there is nothing to know."""
+        return []
 
 
 class MpiLaunch:
@@ -101,12 +108,22 @@ class MpiLaunch:
         log = self._door.log_tail(f"ipengine-{self._door.cluster_id}-{worker.id}-")
         return "\n".join(filter(None, (log, self._door.output_of_set(worker.number))))
 
+    def remarks(self) -> list[str]:
+        """Say so where mpiexec can be reached from other hosts: Open MPI 5.0 has no setting against it."""
+        ports = ", ".join(map(str, ports_open_to_others(self._door.pid_of_set(0))))
+        if not ports:
+            return []
+        return [
+            f"mpiexec listens on every network interface of this host (port {ports}), for daemons of its own; no "
+            "worker does. Where other hosts can reach this one, close these ports or use the backend local."
+        ]
+
 
 BACKENDS: dict[str, type[LocalLaunch | MpiLaunch]] = {"local": LocalLaunch, "mpi": MpiLaunch}
 
 SET_ENDED = (
-    "one death ends an MPI set, and the variables of all workers are gone with it. Start anew: %openclaw stop, then "
-    "%openclaw start --backend mpi. With --backend local (the default) only the worker that died is replaced."
+    "One death ends an MPI set: the variables of all workers are gone. Start anew: %openclaw stop, then "
+    "%openclaw start --backend mpi. With the backend local only the worker that died is replaced."
 )
 
 
@@ -145,6 +162,18 @@ def check_devices(communication: str, devices: Sequence[Device]) -> None:
             f"The communication mpi sums tensors in the host's memory, and the workers would be on {', '.join(gpus)}. "
             "Leave it out (auto takes nccl on GPUs), or take cores: --devices CPU-0,CPU-1."
         )
+
+
+def ports_open_to_others(pid: int) -> list[int]:
+    """Return the ports on which a process listens on other addresses than loopback."""
+    import psutil
+
+    try:
+        sockets = psutil.Process(pid).net_connections(kind="tcp")
+    except psutil.Error:  # it is gone
+        return []
+    listening = [each.laddr for each in sockets if each.status == psutil.CONN_LISTEN]
+    return sorted({at.port for at in listening if not at.ip.startswith("127.") and at.ip != "::1"})
 
 
 def _common_environment(num_workers: int) -> dict[str, str]:

@@ -82,6 +82,7 @@ class Membership:
         tell(1 + len(devices), total, "importing torch")
         self._await_stores(lambda count: tell(1 + len(devices) + count, total, "importing torch"))
         self._form()
+        self.notes += self._launch.remarks()
         tell(total, total, "ready")
         self._ready.set()
         return self.workers
@@ -297,7 +298,7 @@ class Membership:
             When they cannot be replaced.
         """
         if replace_busy and not self._launch.replaces:
-            raise UsageError(f"No worker can be replaced here: {SET_ENDED}")
+            raise UsageError(f"No worker can be replaced here. {SET_ENDED}")
         if replace_busy:
             for worker in self.workers:
                 if worker.busy_with and worker.pid:
@@ -331,7 +332,7 @@ class Membership:
     def _mend_once(self) -> None:
         dead = [worker for worker in self.workers if not worker.alive]
         if dead and not self._launch.replaces:
-            raise ClusterError(f"{self._first_death or dead[0].id} died: {SET_ENDED}")
+            raise ClusterError(f"{self._first_death or dead[0].id} died. {SET_ENDED}")
         if dead:
             self._doing = f"{', '.join(w.id for w in dead)} died: a new process is starting in its place"
             self._launch.start(dead, len(self.workers))

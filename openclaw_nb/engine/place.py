@@ -1,7 +1,7 @@
 """Which worker this process is, where one command has started the processes of all workers.
 
 mpiexec gives every process the same environment, and each its rank. What is meant for one worker comes as a list by
-rank (``OPENCLAW_BY_RANK``, JSON), of which each process takes its own entry before anything else is imported.
+rank (``OPENCLAW_BY_RANK``, JSON), of which each process takes its own entry before torch is imported.
 """
 
 from __future__ import annotations
@@ -48,6 +48,7 @@ def find_place(environment: Mapping[str, str]) -> Place | None:
 
 def take_place(place: Place) -> None:
     """Become that worker: its environment, and its log instead of the one that all processes share."""
+    del os.environ[BY_RANK]  # what this worker starts is not one of them
     os.environ.update(place.environment)
     log = os.open(place.environment[LOG], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     for stream in (1, 2):

@@ -199,7 +199,7 @@ def _deaths(result: RunResult, places: Mapping[int, Place], replaced: bool) -> l
     where = f" ({', '.join(names)})" if names else ""
     who = f"{label(died, 2)} of {len(places)}{where} died"
     if not replaced:
-        return [f"{who}, and {SET_ENDED}"]
+        return [f"{who}. {SET_ENDED}"]
     if len(died) == 1:
         takes = "A new process takes its place; the variables it had are gone"
     else:

@@ -78,7 +78,7 @@ def status_table(master: MasterNode) -> Table:
     columns = ("rank", "worker", "device", "state", "pid", "busy", "memory", "does")
     title = f"Cluster {master.name}: {len(records)} workers, {master.communication}, group {master.epoch}"
     if master.backend != "local":
-        title += f", started by {master.backend}"
+        title += f", backend {master.backend}"
     return Table(title, columns, tuple(_status_row(r, s) for r, s in enumerate(records)), tuple(records))
 
 

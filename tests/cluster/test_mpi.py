@@ -17,6 +17,7 @@ import psutil
 import pytest
 import torch
 
+from openclaw_nb.cluster.launch import ports_open_to_others
 from openclaw_nb.cluster.master import MasterNode
 from openclaw_nb.cluster.ownership import processes_of
 from openclaw_nb.core.errors import ClusterError, StartError, UsageError
@@ -25,9 +26,15 @@ from openclaw_nb.protocol.messages import StrategySpec
 from .conftest import HANG_SECONDS, Lab, cpu_devices, single_device
 from .test_data_parallel import CNN, LOOP, SETUP, STATE, check
 from .test_lifecycle import GONE_SECONDS, leftovers, shared_memory
+from .test_magics import Notebook
 from .test_release import FREE_SECONDS, finish
 
-pytestmark = pytest.mark.cluster
+pytestmark = [
+    pytest.mark.cluster,
+    # The notebook client's own sockets, as in test_magics.
+    pytest.mark.filterwarnings("ignore::ResourceWarning"),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+]
 
 SLOW_LOOP = """
 import time
@@ -72,7 +79,9 @@ def pair() -> Iterator[Lab]:
 
 def test_each_rank_is_a_worker_of_its_own(trio: Lab) -> None:
     """Number, device, mark and log are those of a local worker; one mpiexec is the parent of all."""
-    trio.good("import os\nmine = (rank, os.environ['OPENCLAW_DEVICE'], os.environ['OPENCLAW_CLUSTER'], os.getppid())")
+    trio.good(
+        "import os\nmine = (rank, os.environ['OPENCLAW_DEVICE'], os.environ['OPENCLAW_CLUSTER'], os.getppid())"
+    )
     told = [trio.pull("mine", rank) for rank in range(3)]
     assert [each[:3] for each in told] == [(r, f"CPU-{r}", trio.master.cluster_id) for r in range(3)]
     assert len({each[3] for each in told}) == 1
@@ -85,17 +94,20 @@ def test_each_rank_is_a_worker_of_its_own(trio: Lab) -> None:
 
 def test_output_goes_to_the_cell_and_logs_are_apart(trio: Lab) -> None:
     result = trio.good("import os\nos.system('echo from a child')\nprint('from rank', rank)")
-    assert [value["entries"][0][2] for value in result.values.values()] == ["from a child\n"] * 3 or all(
-        "from rank" in str(value["entries"]) for value in result.values.values()
-    )
+    for rank, value in result.values.items():
+        shown = "".join(text for kind, _, text in value["entries"] if kind == "stream")
+        assert "from a child\n" in shown
+        assert f"from rank {rank}\n" in shown
     logs = sorted(Path(trio.master._door.directory, "log").glob("ipengine-*-worker-*-mpi.log"))  # type: ignore[union-attr]
     assert len(logs) == 3
     assert all(f"WorkerApp.{rank}." in log.read_text() for rank, log in enumerate(logs))
 
 
-def test_the_users_own_collectives_are_glooʼs(trio: Lab) -> None:
-    trio.good("import torch\nt = torch.full((3,), rank + 1.0)\ndist.all_reduce(t)\nassert t.tolist() == [6.0] * 3")
-    assert trio.master.communication == "MPI, and gloo for dist.*"
+def test_the_cells_own_collectives_are_made_by_gloo(trio: Lab) -> None:
+    trio.good(
+        "import torch\nt = torch.full((3,), rank + 1.0)\ndist.all_reduce(t)\nassert t.tolist() == [6.0] * 3"
+    )
+    assert trio.master.communication == "sums by MPI, dist.* by gloo"
 
 
 def test_auto_shares_memory_and_leaves_mpi_alone() -> None:
@@ -112,6 +124,16 @@ def test_auto_shares_memory_and_leaves_mpi_alone() -> None:
 def test_the_kernel_side_does_not_import_mpi4py(trio: Lab) -> None:
     assert trio.master.running
     assert not any(name.startswith("mpi4py") for name in sys.modules)
+
+
+def test_what_other_hosts_can_reach_is_told(trio: Lab) -> None:
+    """The workers listen on loopback alone; mpiexec, which does not, is named with its ports."""
+    assert all(ports_open_to_others(worker.pid) == [] for worker in trio.master.workers if worker.pid)
+    (worker, *_) = trio.master.workers
+    ports = ports_open_to_others(psutil.Process(worker.pid).ppid())
+    notes = " ".join(trio.master.take_notes())
+    assert all(str(port) in notes for port in ports)
+    assert ("every network interface" in notes) == bool(ports)
 
 
 # ------------------------------------------------------------------------------------------- equality
@@ -136,9 +158,7 @@ def test_sync_frequency_equals_a_larger_batch(trio: Lab, num_workers: int) -> No
 
 
 @pytest.mark.parametrize("num_workers", [2, 3])
-def test_averaged_parameters_equal_those_through_shared_memory(
-    trio: Lab, lab: Lab, num_workers: int
-) -> None:
+def test_averaged_parameters_equal_those_through_shared_memory(trio: Lab, lab: Lab, num_workers: int) -> None:
     options = {"mode": "parameter", "sync_frequency": 2}
     states = []
     for each in (trio, lab):
@@ -153,7 +173,9 @@ def test_averaged_parameters_equal_those_through_shared_memory(
 
 def test_half_precision_is_summed_too(trio: Lab) -> None:
     """MPI has no bfloat16: it is summed as float32 and rounded once."""
-    setup = SETUP.replace("model = ", "X = X.bfloat16()\nmodel = ").replace("optimizer =", "model.bfloat16()\noptimizer =")
+    setup = SETUP.replace("model = ", "X = X.bfloat16()\nmodel = ").replace(
+        "optimizer =", "model.bfloat16()\noptimizer ="
+    )
     loop = LOOP.replace("loss_fn(model(x), y)", "loss_fn(model(x).float(), y)")
     check(trio, 3, setup, loop, tolerance=0.05)
 
@@ -162,7 +184,9 @@ def test_the_step_clock_goes_on(trio: Lab) -> None:
     """A rank that is slow is waited for, and the others say so."""
     measured = []
     forget = trio.master.listen(measured.append)
-    loop = LOOP.replace("optimizer.zero_grad()", "import time; time.sleep(0.02 * (rank == 1)); optimizer.zero_grad()")
+    loop = LOOP.replace(
+        "optimizer.zero_grad()", "import time; time.sleep(0.02 * (rank == 1)); optimizer.zero_grad()"
+    )
     assert trio.train(SETUP, loop, 3).ok
     forget()
     waited = [sum(m.seconds.get("wait", 0.0) for m in measured if m.worker == worker) for worker in range(3)]
@@ -172,11 +196,6 @@ def test_the_step_clock_goes_on(trio: Lab) -> None:
 
 
 # ------------------------------------------------------------------------------------------- release
-
-
-def strike(trio: Lab, what: str) -> StrategySpec:
-    trio.good(SETUP + "\nkept = 41 + rank")
-    return StrategySpec(name="data_parallel")
 
 
 def check_whole(lab: Lab, num_workers: int) -> None:
@@ -210,7 +229,11 @@ def test_ranks_that_wait_in_a_sum_sleep_and_are_released_when_one_raises(trio: L
         before, began = sum(waiter.cpu_times()[:2]), time.monotonic()
         run.wait(0.5)
         rows = {rank: doing for rank, doing, _ in run.who_waits_where()}
-        if run.running and rows[0].startswith("waits in all_reduce") and rows[2].startswith("waits in all_reduce"):
+        if (
+            run.running
+            and rows[0].startswith("waits in all_reduce")
+            and rows[2].startswith("waits in all_reduce")
+        ):
             waiting.append(rows[1])
             busy.append((sum(waiter.cpu_times()[:2]) - before) / (time.monotonic() - began))
     result = finish(run)
@@ -223,14 +246,15 @@ def test_ranks_that_wait_in_a_sum_sleep_and_are_released_when_one_raises(trio: L
     check_whole(trio, 3)
 
 
-def test_ranks_that_reduce_different_passes_are_told(trio: Lab) -> None:
+def test_ranks_that_wait_in_different_calls_are_told_both(trio: Lab) -> None:
     trio.good(SETUP + "\nkept = 41 + rank")
     loop = SLOW_LOOP.format(strike="").replace(
         "loss.backward()",
         "(loss.backward() if step < 2 or rank else None)",
     )
     result = trio.run(loop, strategy=StrategySpec(name="data_parallel"))
-    assert not result.ok
+    assert "rank 0 waits in broadcast" in result.cause
+    assert "rank 1 waits in all_reduce" in result.cause
     assert not result.busy
     check_whole(trio, 3)
 
@@ -252,7 +276,9 @@ def test_a_stopped_rank_does_not_hold_the_others(trio: Lab) -> None:
 
 def test_many_releases_leave_it_whole(trio: Lab) -> None:
     """Each of ten groups is cut in the middle of sums of 4 MB; the next one has a communicator of its own."""
-    big = SETUP.replace("nn.Linear(12, 32), nn.Tanh(), nn.Linear(32, 5)", "nn.Linear(12, 60_000), nn.Linear(60_000, 5)")
+    big = SETUP.replace(
+        "nn.Linear(12, 32), nn.Tanh(), nn.Linear(32, 5)", "nn.Linear(12, 60_000), nn.Linear(60_000, 5)"
+    )
     for turn in range(10):
         trio.good(big + "\nkept = 41 + rank")
         run = trio.master.run_cell(SLOW_LOOP.format(strike=""), strategy=StrategySpec(name="data_parallel"))
@@ -264,7 +290,7 @@ def test_many_releases_leave_it_whole(trio: Lab) -> None:
 
 
 def test_replacing_a_worker_is_refused(trio: Lab) -> None:
-    with pytest.raises(UsageError, match="one death ends an MPI set"):
+    with pytest.raises(UsageError, match="One death ends an MPI set"):
         trio.master.reset(replace_busy=True)
     trio.good("assert rank in range(3)")
 
@@ -275,12 +301,14 @@ def test_replacing_a_worker_is_refused(trio: Lab) -> None:
 def test_one_death_ends_the_set_and_the_first_cause_is_told(pair: Lab) -> None:
     pair.good(SETUP)
     result = pair.run(
-        SLOW_LOOP.format(strike="if step == 2 and rank == 1: import os, signal; os.kill(os.getpid(), signal.SIGKILL)"),
+        SLOW_LOOP.format(
+            strike="if step == 2 and rank == 1: import os, signal; os.kill(os.getpid(), signal.SIGKILL)"
+        ),
         strategy=StrategySpec(name="data_parallel"),
     )
     assert result.died[0] == 1
     assert result.cause == "rank 1 died"
-    with pytest.raises(ClusterError, match=r"worker-1 died: one death ends an MPI set.*openclaw stop"):
+    with pytest.raises(ClusterError, match=r"worker-1 died\. One death ends an MPI set.*openclaw stop"):
         pair.run("1")
     deadline = time.monotonic() + GONE_SECONDS
     while any(worker.alive for worker in pair.master.workers) and time.monotonic() < deadline:
@@ -293,6 +321,30 @@ def test_one_death_ends_the_set_and_the_first_cause_is_told(pair: Lab) -> None:
     assert leftovers(cluster_id) == []
 
 
+def test_what_a_person_sees_from_start_to_a_death_and_on() -> None:
+    """In a real kernel: options, table, training, the first cause, what to do, and doing it."""
+    notebook = Notebook()
+    with notebook.client.setup_kernel():
+        notebook.run("%load_ext openclaw_nb")
+        refused = notebook.run("%openclaw start -n 2 --communication mpi")
+        assert "--backend mpi --communication mpi" in refused.error
+        assert "Allowed: local, mpi" in notebook.run("%openclaw start -n 2 --backend slurm").error
+        started = notebook.run("%openclaw start -n 2 --backend mpi --communication mpi --oversubscribe")
+        assert started.error == ""
+        assert "sums by MPI, dist.* by gloo, group 1, backend mpi" in notebook.run("%openclaw status").text
+        assert notebook.run(f"%%openclaw_parallel\n{SETUP}").error == ""
+        assert notebook.run(f"%%openclaw_parallel -s data_parallel\n{LOOP}").error == ""
+        kill = "import os, signal\nif rank == 1: os.kill(os.getpid(), signal.SIGKILL)\ndist.barrier()"
+        died = notebook.run(f"%%openclaw_parallel\n{kill}").error
+        assert "Rank 1 of 2 (worker-1 on CPU-1) died. One death ends an MPI set" in died
+        assert "kept" not in died
+        assert "worker-1 died. One death ends an MPI set" in notebook.run("%%openclaw_parallel\n1").error
+        assert "stopped" in notebook.run("%openclaw stop").text
+        assert notebook.run("%openclaw start -n 2 --backend mpi --oversubscribe").error == ""
+        assert "gloo + shared memory" in notebook.run("%openclaw status").text
+        notebook.run("%openclaw stop")
+
+
 def test_a_death_between_cells_is_told_by_the_next(pair: Lab) -> None:
     pid = pair.master.workers[0].pid
     assert pid is not None
@@ -300,7 +352,7 @@ def test_a_death_between_cells_is_told_by_the_next(pair: Lab) -> None:
     deadline = time.monotonic() + GONE_SECONDS
     while pair.master.workers[0].alive and time.monotonic() < deadline:
         time.sleep(0.05)
-    with pytest.raises(ClusterError, match="worker-0 died: one death ends an MPI set"):
+    with pytest.raises(ClusterError, match=r"worker-0 died\. One death ends an MPI set"):
         pair.run("1")
 
 
@@ -355,7 +407,7 @@ def test_a_set_can_be_detached_and_taken_up_again() -> None:
         lab = Lab(second)
         lab.good("assert kept == 41 + rank")
         check(lab, 2)
-        assert second.communication == "MPI, and gloo for dist.*"
+        assert second.communication == "sums by MPI, dist.* by gloo"
     finally:
         second.stop()
     assert leftovers(first.cluster_id) == []

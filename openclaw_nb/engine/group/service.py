@@ -152,7 +152,7 @@ class GroupService:
     def transport(self) -> str:
         """What the ranks' data goes through."""
         if isinstance(self.shortcut, mpi.Channel):
-            return f"MPI, and {self.backend} for dist.*"
+            return f"sums by MPI, dist.* by {self.backend}"
         return f"{self.backend} + shared memory" if self.shortcut is not None else self.backend
 
     def current_wait(self) -> Wait | None:
