@@ -120,10 +120,10 @@ def notebook_shell() -> Any:
     return InteractiveShell.instance(config=config, colors="nocolor")
 
 
-def start_ours(shell: Any, num_workers: int = NUM_WORKERS) -> None:
+def start_ours(shell: Any, num_workers: int = NUM_WORKERS, options: str = "") -> None:
     """Load the extension and start workers, as a person does."""
     shell.run_line_magic("load_ext", "openclaw_nb")
-    shell.run_line_magic("openclaw", f"start -n {num_workers}")
+    shell.run_line_magic("openclaw", f"start -n {num_workers} {options}")
 
 
 def start_ipyparallel() -> tuple[Any, Any]:

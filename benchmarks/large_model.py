@@ -13,7 +13,7 @@ from data_parallel import Job, Turns
 
 _ROUNDS = 3
 
-_MODEL = """
+MODEL = """
 import time
 import torch
 from torch import nn
@@ -37,7 +37,7 @@ def main() -> None:
     shell = notebook_shell()
     rows = []
     for num_workers in (2, 4):
-        turns = Turns(Job(_MODEL, 32, steps=12, warm_up=3, num_workers=num_workers))
+        turns = Turns(Job(MODEL, 32, steps=12, warm_up=3, num_workers=num_workers))
         with quiet():
             start_ours(shell, num_workers)
         try:

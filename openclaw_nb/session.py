@@ -17,6 +17,7 @@ from typing import Any
 
 from openclaw_nb.cluster.devices import Device, choose_devices, list_devices
 from openclaw_nb.cluster.files import end_abandoned
+from openclaw_nb.cluster.launch import check_devices, check_installed, check_words
 from openclaw_nb.cluster.master import MasterNode
 from openclaw_nb.cluster.run import CellRun, RunResult
 from openclaw_nb.core.errors import AlreadyStartedError, NotStartedError, RemoteCellError, unknown_name
@@ -94,10 +95,17 @@ class Session:
         """
         with self._lock:
             self._check_none_runs()
+            check_words(cluster.backend, cluster.communication)
+            check_installed(cluster.backend, cluster.communication)
             devices = _choose(cluster)
+            check_devices(cluster.communication, devices)
             self._stop_at_exit()
-            lease = cluster.lease_seconds
-            master = MasterNode(name=cluster.name, backend=cluster.communication, lease_seconds=lease)
+            master = MasterNode(
+                name=cluster.name,
+                backend=cluster.backend,
+                communication=cluster.communication,
+                lease_seconds=cluster.lease_seconds,
+            )
             try:
                 master.start()
                 master.start_workers(devices, progress)
@@ -192,8 +200,10 @@ class OpenClawCluster:
         Ids (``"GPU-0,GPU-1"``), or ``"auto"``.
     name : str, optional
         For ``%openclaw list``; made up when not given.
-    communication : {"auto", "nccl", "gloo"}
-        What the process group communicates with.
+    backend : {"local", "mpi"}
+        How workers are started; see `MasterNode`.
+    communication : {"auto", "nccl", "gloo", "mpi"}
+        What the workers communicate with; see `MasterNode`.
     oversubscribe : bool
         Start also with more workers than devices, or little memory, as with ``OPENCLAW_OVERSUBSCRIBE=1``.
     lease_seconds : float
@@ -218,6 +228,7 @@ class OpenClawCluster:
         workers: int | None = None,
         devices: str | Sequence[str] | None = None,
         name: str | None = None,
+        backend: str = "local",
         communication: str = "auto",
         oversubscribe: bool = False,
         lease_seconds: float = 0.0,
@@ -226,6 +237,7 @@ class OpenClawCluster:
         self.workers = workers
         self.devices = devices
         self.name = name
+        self.backend = backend
         self.communication = communication
         self.oversubscribe = oversubscribe
         self.cell: Any = None
@@ -348,7 +360,7 @@ class OpenClawCluster:
         if not self.running:
             return "<OpenClawCluster: not running>"
         master = self.master
-        return f"<OpenClawCluster {master.name}: {len(master.workers)} workers, {master.backend}>"
+        return f"<OpenClawCluster {master.name}: {len(master.workers)} workers, {master.communication}>"
 
 
 def _what_failed(result: RunResult) -> str:

@@ -1,6 +1,6 @@
 """The only door to ipyparallel on the notebook side.
 
-    Door.start ──> controller process, one engine set a worker
+    Door.start_controller, start_engine, start_engines_by_mpi ──> processes
     Door.request(worker, command) ──> shell channel, in order with cells ──> Future[Reply]
     Door.request_at_once(worker, command) ──> control channel, also while a cell runs
     events of workers (own iopub topic) and registrations ──> the callbacks given to the constructor
@@ -13,6 +13,7 @@ here (``Client._send``, ``_mux_stream``, ``_control_stream``, ``_config``, ``_re
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import os
 import select
@@ -29,6 +30,7 @@ from openclaw_nb.cluster.ownership import create_time
 from openclaw_nb.core.errors import OpenClawError, StartError, WorkerDiedError
 from openclaw_nb.protocol import codec
 from openclaw_nb.protocol.messages import Command, Event, Reply
+from openclaw_nb.protocol.placement import BY_RANK, LOG
 
 _TOPIC = b"openclaw."
 _KEY = "openclaw"
@@ -36,6 +38,8 @@ _HEARTBEAT_MILLISECONDS = 200
 _HEARTBEAT_MISSES = 25
 _CONNECT_SECONDS = 30.0
 _WATCH_MILLISECONDS = 500
+_ENGINE = [sys.executable, "-m", "openclaw_nb.engine"]
+_WAIT_FOR_CONTROLLER = f"--IPEngine.wait_for_url_file={_CONNECT_SECONDS}"
 
 
 class Door:
@@ -74,7 +78,7 @@ class Door:
         on_died: Callable[[int], None],
         on_lost: Callable[[int], None],
     ) -> None:
-        self._directory = directory
+        self.directory = directory
         self.cluster_id = cluster_id
         self._environment = dict(environment)
         self._on_event, self._on_joined, self._on_died = on_event, on_joined, on_died
@@ -96,7 +100,7 @@ class Door:
         import ipyparallel
 
         self._cluster = ipyparallel.Cluster(
-            profile_dir=self._directory,
+            profile_dir=self.directory,
             cluster_id=self.cluster_id,
             controller_ip=host,
             shutdown_atexit=False,
@@ -134,7 +138,7 @@ class Door:
                 raise StartError(self._controller_is_gone(f"process {pid} has ended"))
         try:
             self._cluster = ipyparallel.Cluster.from_file(
-                profile_dir=self._directory, cluster_id=self.cluster_id, log_level=logging.CRITICAL
+                profile_dir=self.directory, cluster_id=self.cluster_id, log_level=logging.CRITICAL
             )
         except Exception as error:
             # ipyparallel raises its own and bare exceptions for files and processes that are gone.
@@ -153,18 +157,58 @@ class Door:
         self._engine_sets[worker] = self._cluster.start_engines_sync(
             1,
             engine_set_id=f"worker-{worker}-{time.monotonic_ns()}",
-            engine_cmd=[sys.executable, "-m", "openclaw_nb.engine"],
-            engine_args=[f"--IPEngine.id={worker}", f"--IPEngine.wait_for_url_file={_CONNECT_SECONDS}"],
+            engine_cmd=_ENGINE,
+            engine_args=[f"--IPEngine.id={worker}", _WAIT_FOR_CONTROLLER],
             environment={**self._environment, **environment, "OPENCLAW_STORE_HOST": host},
         )
 
+    def start_engines_by_mpi(
+        self, mpiexec: str, environment: Mapping[str, str], by_rank: Sequence[Mapping[str, str]], host: str
+    ) -> None:
+        """Start as many engines as ``by_rank`` has entries by one mpiexec; each will register as its rank.
+
+        Parameters
+        ----------
+        mpiexec : str
+            The program.
+        environment : mapping
+            Variables for all of them, and for mpiexec.
+        by_rank : sequence of mapping
+            Variables for each.
+        host : str
+            Address for the workers' stores.
+        """
+        folder = os.path.join(self.directory, "log")
+        logs = [f"ipengine-{self.cluster_id}-worker-{rank}-mpi.log" for rank in range(len(by_rank))]
+        own = [{**each, LOG: os.path.join(folder, log)} for each, log in zip(by_rank, logs, strict=True)]
+        shared = {**self._environment, **environment, "OPENCLAW_STORE_HOST": host, BY_RANK: json.dumps(own)}
+        self._cluster.engine_launcher_class = "mpi"
+        engine_set = self._cluster.start_engines_sync(
+            len(by_rank),
+            engine_set_id=f"mpi-{time.monotonic_ns()}",
+            engine_cmd=_ENGINE,
+            engine_args=[_WAIT_FOR_CONTROLLER],
+            environment=shared,
+            mpi_cmd=[mpiexec],
+        )
+        self._engine_sets = dict.fromkeys(range(len(by_rank)), engine_set)
+
     def engine_ended(self, worker: int) -> bool:
-        """Return whether the process last started for this worker is gone."""
+        """Return whether the process last started for this worker, or the mpiexec of all, is gone."""
         engines = self._cluster.engines.get(self._engine_sets.get(worker))
         return engines is not None and not any(
             launcher.process.is_running() and launcher.process.status() != "zombie"
-            for launcher in engines.launchers.values()
+            for launcher in getattr(engines, "launchers", {"": engines}).values()
         )
+
+    def pid_of_set(self, worker: int) -> int:
+        """Return the process id of the mpiexec of this worker."""
+        return int(self._cluster.engines[self._engine_sets[worker]].process.pid)
+
+    def output_of_set(self, worker: int, num_lines: int = 12) -> str:
+        """Return the last lines of what the mpiexec of this worker has written."""
+        engines = self._cluster.engines.get(self._engine_sets.get(worker))
+        return "" if engines is None else "".join(engines.get_output().splitlines(True)[-num_lines:])
 
     def connect(self) -> None:
         """Connect to the controller and begin to hear events.
@@ -217,7 +261,7 @@ class Door:
 
     def log_tail(self, name: str, num_lines: int = 12) -> str:
         """Return the last lines of the newest log whose name begins with ``name``."""
-        folder = os.path.join(self._directory, "log")
+        folder = os.path.join(self.directory, "log")
         try:
             paths = [os.path.join(folder, f) for f in os.listdir(folder) if f.startswith(name)]
             newest = max(paths, key=os.path.getmtime)

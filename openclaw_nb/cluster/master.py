@@ -22,6 +22,7 @@ from openclaw_nb.cluster.exchange import Exchange
 from openclaw_nb.cluster.files import ClusterFiles
 from openclaw_nb.cluster.guardian import Guardian
 from openclaw_nb.cluster.ipp import Door
+from openclaw_nb.cluster.launch import BACKENDS, check_devices, check_installed, check_words
 from openclaw_nb.cluster.membership import Membership, Progress
 from openclaw_nb.cluster.ownership import CLUSTER_VARIABLE, end_processes, new_cluster_id
 from openclaw_nb.cluster.run import CellRun, RunResult
@@ -55,8 +56,11 @@ class MasterNode:
         cannot join yet.
     name : str, optional
         Name of the cluster, for ``%openclaw list``; made up when not given.
-    backend : {"auto", "nccl", "gloo"}
-        What the process group communicates with; ``auto`` takes nccl where every worker can.
+    backend : {"local", "mpi"}
+        How workers are started: a process each, or all by one mpiexec, which ends all when one dies.
+    communication : {"auto", "nccl", "gloo", "mpi"}
+        What the workers communicate with; ``auto`` takes nccl where every worker can, else gloo, and shared memory for
+        the sums of strategies. ``mpi`` makes those sums by MPI and needs the backend mpi.
     lease_seconds : float
         How long the workers wait for a new owner (`attach`) when this process ends without `stop` or `detach`.
 
@@ -79,19 +83,20 @@ class MasterNode:
         host: str = "127.0.0.1",
         *,
         name: str | None = None,
-        backend: str = "auto",
+        backend: str = "local",
+        communication: str = "auto",
         lease_seconds: float = 0.0,
     ) -> None:
         if not host.startswith("127.") and host != "localhost":
             raise UsageError(
                 f"host={host!r}: only loopback (127.0.0.1) is supported; workers run on this host."
             )
-        if backend not in ("auto", "nccl", "gloo"):
-            raise unknown_name("communication", backend, ["auto", "nccl", "gloo"])
+        check_words(backend, communication)
         self.host = "127.0.0.1" if host == "localhost" else host
         self.cluster_id = new_cluster_id()
         self.name = name or f"cluster-{self.cluster_id[:6]}"
-        self._backend = backend
+        self.backend = backend
+        self._asked_communication = communication
         self._lease_seconds = lease_seconds
         self._door: Door | None = None
         self._membership: Membership | None = None
@@ -117,10 +122,11 @@ class MasterNode:
         AlreadyStartedError
             When this master runs.
         UsageError
-            When its directory cannot be written.
+            When its directory cannot be written, or what its backend needs is not installed.
         """
         if self._door is not None:
             raise AlreadyStartedError(f"The cluster {self.name!r} runs already.")
+        check_installed(self.backend, self._asked_communication)
         door = self._open(ClusterFiles.create(self.cluster_id, self.name))
         self._watch_over()
         door.start_controller(self.host)
@@ -144,7 +150,8 @@ class MasterNode:
             on_died=self._on_died,
             on_lost=self._on_lost,
         )
-        self._membership = Membership(self._door, self.host, self._backend)
+        launch = BACKENDS[self.backend](self._door, self.host, lambda: files.exchange()[0])
+        self._membership = Membership(self._door, launch, self.host, self._asked_communication)
         self._exchange = Exchange(self._door, files.exchange)
         return self._door
 
@@ -176,7 +183,11 @@ class MasterNode:
         """
         with ClusterFiles.take_over(name) as (files, state):
             master = cls(
-                state["host"], name=state["name"], backend=state["backend"], lease_seconds=lease_seconds
+                state["host"],
+                name=state["name"],
+                backend=state["backend"],
+                communication=state["communication"],
+                lease_seconds=lease_seconds,
             )
             master.cluster_id = files.cluster_id
             if listener is not None:
@@ -259,15 +270,19 @@ class MasterNode:
         ------
         StartError
             When a process does not come up; everything started is ended.
+        UsageError
+            When these devices cannot communicate as asked for; nothing is left then, too.
         """
         try:
+            check_devices(self._asked_communication, devices)
             workers = self._members.start(devices, progress)
         except BaseException:
             self.stop()
             raise
         assert self._files is not None
         controller = self._members.door.controller
-        self._files.save_state({"name": self.name, "controller": controller, **self._members.state()})
+        state = {"name": self.name, "backend": self.backend, "controller": controller}
+        self._files.save_state({**state, **self._members.state()})
         return workers
 
     def stop(self) -> int:
@@ -328,9 +343,14 @@ class MasterNode:
         return self._members.epoch
 
     @property
-    def backend(self) -> str:
-        """What the process group communicates with."""
-        return self._members.backend
+    def replaces_workers(self) -> bool:
+        """Whether a new process takes the place of a worker that died; if not, one death ends the cluster."""
+        return BACKENDS[self.backend].replaces
+
+    @property
+    def communication(self) -> str:
+        """What the workers communicate with."""
+        return self._members.communication
 
     # --------------------------------------------------------------------------------------- cells
 

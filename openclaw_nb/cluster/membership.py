@@ -1,7 +1,8 @@
 """Which workers there are, and the process group they form.
 
 Starts workers, forms the group under a new epoch after anything went wrong, and starts a new process in
-the place of one that died. One thread at a time changes the membership; `ensure_ready` is where others wait.
+the place of one that died, where the backend can. One thread at a time changes the membership; `ensure_ready` is where
+others wait.
 """
 
 from __future__ import annotations
@@ -16,11 +17,11 @@ from concurrent.futures import Future, wait
 from dataclasses import asdict
 from typing import Any
 
-from openclaw_nb.cluster.devices import Device, threads_per_worker
+from openclaw_nb.cluster.devices import Device
 from openclaw_nb.cluster.ipp import Door
+from openclaw_nb.cluster.launch import SET_ENDED, Launch
 from openclaw_nb.cluster.worker import Worker
-from openclaw_nb.core.errors import ClusterError, OpenClawError, StartError, WorkerDiedError
-from openclaw_nb.core.host import usable_cores
+from openclaw_nb.core.errors import ClusterError, OpenClawError, StartError, UsageError, WorkerDiedError
 from openclaw_nb.protocol.messages import Done, Failed, FormGroup, Locate, Recall, Release, Reply
 
 Progress = Callable[[int, int, str], None]
@@ -40,18 +41,21 @@ class Membership:
     Parameters
     ----------
     door : Door
-        How to start engines and reach them.
+        How to reach engines.
+    launch : Launch
+        How to start them.
     host : str
         Address for the workers' stores.
-    backend : str
-        Asked-for communication backend.
+    communication : str
+        What the group is asked to communicate with.
     """
 
-    def __init__(self, door: Door, host: str, backend: str) -> None:
+    def __init__(self, door: Door, launch: Launch, host: str, communication: str) -> None:
         self.door = door
+        self._launch = launch
         self._host = host
-        self._asked_backend = backend
-        self.backend = ""
+        self._asked_communication = communication
+        self.communication = ""
         self.epoch = 0
         self.workers: list[Worker] = []
         self.ranks: dict[int, int] = {}
@@ -65,6 +69,7 @@ class Membership:
         self._closing = False
         self._lost = ""
         self._doing = ""
+        self._first_death = ""
 
     # ----------------------------------------------------------------------------------------- start
 
@@ -73,14 +78,14 @@ class Membership:
         tell = progress or (lambda done, total, what: None)
         total = 2 * len(devices) + 2
         self.workers = [Worker(number=i, device=device) for i, device in enumerate(devices)]
-        for worker in self.workers:
-            self._launch(worker)
+        self._launch.start(self.workers, len(self.workers))
         tell(0, total, "starting the controller")
         self.door.connect()
         self._await_workers(lambda count: tell(1 + count, total, "starting workers"))
         tell(1 + len(devices), total, "importing torch")
         self._await_stores(lambda count: tell(1 + len(devices) + count, total, "importing torch"))
         self._form()
+        self.notes += self._launch.remarks()
         tell(total, total, "ready")
         self._ready.set()
         return self.workers
@@ -89,7 +94,7 @@ class Membership:
         """Return what another process needs to go on with these workers."""
         return {
             "host": self._host,
-            "backend": self._asked_backend,
+            "communication": self._asked_communication,
             "devices": [asdict(worker.device) for worker in self.workers],
         }
 
@@ -98,7 +103,7 @@ class Membership:
         self.workers = [Worker(number=i, device=device) for i, device in enumerate(devices)]
         self.door.connect()
         for worker in self.workers:
-            if not worker.alive:
+            if not worker.alive and self._launch.replaces:
                 self.notes.append(f"{worker.id} is gone: a new process starts in its place.")
         for worker in self._ask_where():
             worker.busy_with = _NO_ANSWER
@@ -133,20 +138,6 @@ class Membership:
         """Workers that have not said where they are since they were taken over."""
         return [worker for worker in self.workers if worker.busy_with == _NO_ANSWER]
 
-    def _launch(self, worker: Worker) -> None:
-        cores = usable_cores()
-        environment = {
-            "OPENCLAW_DEVICE": worker.device.id,
-            "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS")
-            or str(threads_per_worker(len(self.workers), cores)),
-            "PYTHONUNBUFFERED": "1",
-        }
-        if worker.device.kind == "gpu":
-            environment["CUDA_VISIBLE_DEVICES"] = str(worker.device.index)
-        else:
-            environment["CUDA_VISIBLE_DEVICES"] = ""
-        self.door.start_engine(worker.number, environment, self._host)
-
     def _await_workers(self, tell: Callable[[int], None]) -> None:
         deadline = time.monotonic() + _START_SECONDS
         with self._changed:
@@ -155,9 +146,9 @@ class Membership:
                 ended = [w for w in missing if self.door.engine_ended(w.number)]
                 if ended or self._closing or time.monotonic() > deadline:
                     absent = ended or missing
-                    log = self.door.log_tail(f"ipengine-{self.door.cluster_id}-{absent[0].id}-")
                     raise StartError(
-                        f"{', '.join(w.id for w in absent)} did not come up. The end of the log:\n{log}"
+                        f"{', '.join(w.id for w in absent)} did not come up. The end of the log:\n"
+                        f"{self._launch.last_words(absent[0])}"
                     )
                 self._changed.wait(_POLL_SECONDS)
                 tell(sum(worker.alive for worker in self.workers))
@@ -190,7 +181,7 @@ class Membership:
             worker.seen = time.time()
             self.epoch = max(self.epoch, worker.epoch)
             worker.rank = value["rank"]
-            self.backend = value["transport"] or self.backend
+            self.communication = value["transport"] or self.communication
             worker.busy_with = value["where"]["run_id"] if value["where"] is not None else ""
             if value["problem"]:
                 raise StartError(f"{worker.id}: {value['problem']}")
@@ -241,7 +232,7 @@ class Membership:
             world_size=len(members),
             store_host=self._host,
             store_port=members[0].store_port,
-            backend=self._asked_backend,
+            backend=self._asked_communication,
             timeout_seconds=_RENDEZVOUS_SECONDS,
             directory=os.getcwd(),
             search_path=list(sys.path),
@@ -273,7 +264,7 @@ class Membership:
             return str(error)
         if isinstance(reply, Failed):
             return f"worker {number}: {reply.message}"
-        self.backend = reply.value["backend"]
+        self.communication = reply.value["backend"]
         self.workers[number].pid = reply.value["pid"]
         self.workers[number].busy_with = ""
         return ""
@@ -324,6 +315,7 @@ class Membership:
         with self._changed:
             if number < len(self.workers):
                 worker = self.workers[number]
+                self._first_death = self._first_death or worker.id
                 worker.alive, worker.store_port, worker.pid, worker.busy_with = False, 0, None, ""
             self._changed.notify_all()
         if not during_run and self._ready.is_set():
@@ -345,7 +337,15 @@ class Membership:
             self.mend()
 
     def reform(self, replace_busy: bool) -> None:
-        """Form a fresh group; end workers that are stuck in a cell when told to."""
+        """Form a fresh group; end workers that are stuck in a cell when told to.
+
+        Raises
+        ------
+        UsageError
+            When they cannot be replaced.
+        """
+        if replace_busy and not self._launch.replaces:
+            raise UsageError(f"No worker can be replaced here. {SET_ENDED}")
         if replace_busy:
             for worker in self.workers:
                 if worker.busy_with and worker.pid:
@@ -386,10 +386,11 @@ class Membership:
 
     def _mend_once(self) -> None:
         dead = [worker for worker in self.workers if not worker.alive]
-        for worker in dead:
-            self._doing = f"{worker.id} died: a new process is starting in its place"
-            self._launch(worker)
+        if dead and not self._launch.replaces:
+            raise ClusterError(f"{self._first_death or dead[0].id} died. {SET_ENDED}")
         if dead:
+            self._doing = f"{', '.join(w.id for w in dead)} died: a new process is starting in its place"
+            self._launch.start(dead, len(self.workers))
             self._await_workers(lambda count: None)
             self._await_stores(lambda count: None)
             names = ", ".join(worker.id for worker in dead)

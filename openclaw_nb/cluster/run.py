@@ -60,9 +60,9 @@ class Output:
 class RunResult:
     """How a cell ended on all ranks.
 
-    ``failures`` and ``values`` are by rank; ``cause`` says why the cell was released, or "";
-    ``release_seconds`` how long it took until all were out; ``busy`` lists ranks that were not;
-    ``left`` says that it goes on, unobserved, for the reason in ``cause``;
+    ``failures`` and ``values`` are by rank; ``died`` lists ranks in the order in which the news came;
+    ``cause`` says why the cell was released, or ""; ``release_seconds`` how long it took until all were out;
+    ``busy`` lists ranks that were not; ``left`` says that it goes on, unobserved, for the reason in ``cause``;
     ``first`` is the rank whose error came first and is nobody else's consequence, or None.
     """
 
@@ -148,6 +148,7 @@ class CellRun:
         self._replies: dict[int, Reply] = {}
         self._num_batches = dict.fromkeys(ranks, 0)
         self._num_measured = dict.fromkeys(ranks, 0)
+        self._died: list[int] = []
         self._released_at: float | None = None
         self._cause = ""
         self._interrupted = self._left = False
@@ -243,7 +244,7 @@ class CellRun:
             case "event":
                 self._take_event(rank, item)
             case "died":
-                self._set(rank, phase=Phase.DIED)
+                self._die(rank)
             case "leave":
                 self._left, self._cause = True, item
             case "interrupt":
@@ -254,11 +255,16 @@ class CellRun:
         if self._views[rank].phase is Phase.RUNNING:
             self._views[rank] = replace(self._views[rank], **changes)
 
+    def _die(self, rank: int) -> None:
+        if self._views[rank].phase is Phase.RUNNING:
+            self._died.append(rank)
+        self._set(rank, phase=Phase.DIED)
+
     def _take_reply(self, rank: int, future: Future[Reply]) -> None:
         try:
             reply = future.result()
         except WorkerDiedError:
-            self._set(rank, phase=Phase.DIED)
+            self._die(rank)
             return
         self._replies[rank] = reply
         if isinstance(reply, Failed):
@@ -331,7 +337,7 @@ class CellRun:
         self.result = RunResult(
             values={r: reply.value for r, reply in self._replies.items() if isinstance(reply, Done)},
             failures={r: reply for r, reply in self._replies.items() if isinstance(reply, Failed)},
-            died=tuple(r for r, phase in phases.items() if phase is Phase.DIED),
+            died=tuple(self._died),
             busy=tuple(r for r, phase in phases.items() if phase is Phase.RUNNING),
             interrupted=self._interrupted,
             cause=self._cause,

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import sys
+
 from ipyparallel.engine import app as engine_app
 
 from openclaw_nb.engine import preload
 from openclaw_nb.engine.kernel import WorkerKernel
+from openclaw_nb.engine.place import find_place, take_place
 
 
 class WorkerApp(engine_app.IPEngine):  # type: ignore[misc]
@@ -16,7 +20,12 @@ class WorkerApp(engine_app.IPEngine):  # type: ignore[misc]
 
 def main() -> None:
     """Run the worker until it is stopped."""
+    arguments = sys.argv[1:]
+    if (place := find_place(os.environ)) is not None:
+        take_place(place)
+        # ipyparallel's own flag would import mpi4py into every engine, with its defaults.
+        arguments = [word for word in arguments if word != "--mpi"] + [f"--IPEngine.id={place.number}"]
     preload.start()
     # ipyparallel 9 has no option for the kernel's class; it looks the name up in this module.
     engine_app.Kernel = WorkerKernel
-    WorkerApp.launch_instance()
+    WorkerApp.launch_instance(argv=arguments)

@@ -131,7 +131,8 @@ class BackgroundRun:
         if self._error is not None:
             raise self._error
         if not result.ok:
-            raise cell_error(result, self._prepared.places, self._notebook)
+            prepared = self._prepared
+            raise cell_error(result, prepared.places, self._notebook, replaced=prepared.replaced)
         return result
 
     def interrupt(self) -> None:

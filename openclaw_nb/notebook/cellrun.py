@@ -44,12 +44,16 @@ class CellRequest:
 
 @dataclass(frozen=True)
 class Prepared:
-    """A run that has begun: the places of its ranks, where its output goes, and the cell's number."""
+    """A run that has begun: the places of its ranks, where its output goes, the cell's number.
+
+    ``replaced`` tells whether a worker that dies is.
+    """
 
     run: CellRun
     places: Mapping[int, Place]
     output: LiveOutput
     number: int
+    replaced: bool = True
 
 
 def prepare(master: MasterNode, request: CellRequest, sink: SlotSink | TextSink) -> Prepared:
@@ -62,7 +66,8 @@ def prepare(master: MasterNode, request: CellRequest, sink: SlotSink | TextSink)
     """
     places = _places_in_run(places_of(master), request)
     output = LiveOutput(len(places), _shown_ranks(places, request), sink)
-    return Prepared(_begin(master, request, output), places, output, request.execution_count)
+    run = _begin(master, request, output)
+    return Prepared(run, places, output, request.execution_count, master.replaces_workers)
 
 
 def run_cell(
@@ -107,7 +112,7 @@ def run_cell(
     for note in [*result.notes, *(master.take_notes() if master.running else [])]:
         tell(note)
     if not result.ok:
-        raise cell_error(result, begun.places, notebook)
+        raise cell_error(result, begun.places, notebook, replaced=begun.replaced)
     return result
 
 

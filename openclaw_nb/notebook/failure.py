@@ -11,9 +11,11 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from types import ModuleType
 from typing import TypeVar
 
+from openclaw_nb.cluster.launch import SET_ENDED
 from openclaw_nb.cluster.run import RunResult
 from openclaw_nb.core import errors
 from openclaw_nb.core.errors import (
@@ -68,7 +70,11 @@ def drawn(error: ErrorT, lines: Sequence[str] | None = None) -> ErrorT:
 
 
 def cell_error(
-    result: RunResult, places: Mapping[int, Place], notebook: Mapping[str, object] | None = None
+    result: RunResult,
+    places: Mapping[int, Place],
+    notebook: Mapping[str, object] | None = None,
+    *,
+    replaced: bool = True,
 ) -> OpenClawError:
     """Build the error of a run that did not end well.
 
@@ -80,15 +86,20 @@ def cell_error(
         Where each rank of the group is.
     notebook : mapping, optional
         Variables of the notebook, for the advice to push one.
+    replaced : bool
+        Whether a new process takes the place of a worker that died; if not, one death has ended all.
     """
     if result.left:
         return drawn(ClusterError(result.cause))
+    deaths = _deaths(result, places, replaced)
+    if result.died and not replaced:  # what the death did to the others is no news: they are gone as well
+        result = replace(result, failures={r: f for r, f in result.failures.items() if not f.consequence})
     if result.interrupted:
         return _interrupted(result)
     if result.first is not None:
-        return _raised(result, result.first, places, notebook or {})
+        return _raised(result, result.first, places, notebook or {}, deaths)
     if result.died:
-        return _summed_up(WorkerDiedError, _deaths(result, places), result)
+        return _summed_up(WorkerDiedError, deaths[0], result)
     if result.cause:
         return _summed_up(GroupError, f"{result.cause}. The cell was ended on every rank.", result)
     return _summed_up(GroupError, _cut_off(result), result)
@@ -98,7 +109,11 @@ def cell_error(
 
 
 def _raised(
-    result: RunResult, first: int, places: Mapping[int, Place], notebook: Mapping[str, object]
+    result: RunResult,
+    first: int,
+    places: Mapping[int, Place],
+    notebook: Mapping[str, object],
+    deaths: Sequence[str],
 ) -> OpenClawError:
     failed = result.failures[first]
     kind = getattr(errors, failed.error_type, None)
@@ -106,7 +121,7 @@ def _raised(
         return _refused(kind, failed)
     ranks = [rank for rank, other in result.failures.items() if _same(other, failed)]
     header = f"{_who(ranks, places)} raised"
-    around = _also_raised(result, ranks) + _around(result, ranks, places)
+    around = [*_also_raised(result, ranks), *_released(result, ranks), *deaths, *_still_inside(result)]
     if hint := _push_hint(failed, notebook):
         around.append(hint)
     line = cell_line(failed.traceback)
@@ -167,33 +182,32 @@ def _push_hint(failed: Failed, notebook: Mapping[str, object]) -> str:
 # ------------------------------------------------------------------------------ what it did to other ranks
 
 
-def _around(result: RunResult, ranks: Sequence[int], places: Mapping[int, Place]) -> list[str]:
-    lines = []
+def _released(result: RunResult, ranks: Sequence[int]) -> list[str]:
     released = [
         rank
         for rank, failed in result.failures.items()
         if rank not in ranks and failed.consequence and failed.error_type in _AFTERMATH
     ]
-    if released:
-        were = "was" if len(released) == 1 else "were"
-        seconds = f"{result.release_seconds:.2f} s"
-        lines.append(f"{label(released, 2)} {were} released after {seconds}; variables kept.")
-    if result.died:
-        lines.append(_deaths(result, places))
-    return lines + _still_inside(result)
+    if not released:
+        return []
+    were = "was" if len(released) == 1 else "were"
+    return [f"{label(released, 2)} {were} released after {result.release_seconds:.2f} s; variables kept."]
 
 
-def _deaths(result: RunResult, places: Mapping[int, Place]) -> str:
-    names = [f"{p.worker} on {p.device}" for rank in result.died if (p := places.get(rank))]
+def _deaths(result: RunResult, places: Mapping[int, Place], replaced: bool) -> list[str]:
+    if not result.died:
+        return []
+    died = result.died if replaced else result.died[:1]
+    names = [f"{p.worker} on {p.device}" for rank in died if (p := places.get(rank))]
     where = f" ({', '.join(names)})" if names else ""
-    if len(result.died) == 1:
+    who = f"{label(died, 2)} of {len(places)}{where} died"
+    if not replaced:
+        return [f"{who}. {SET_ENDED}"]
+    if len(died) == 1:
         takes = "A new process takes its place; the variables it had are gone"
     else:
         takes = "New processes take their place; the variables they had are gone"
-    return (
-        f"{label(result.died, 2)} of {len(places)}{where} died. {takes}: "
-        "run the cells that build them again, or %openclaw push them."
-    )
+    return [f"{who}. {takes}: run the cells that build them again, or %openclaw push them."]
 
 
 def _still_inside(result: RunResult) -> list[str]:
@@ -232,7 +246,7 @@ def _interrupted(result: RunResult) -> OpenClawError:
 
 def _summed_up(kind: type[OpenClawError], message: str, result: RunResult) -> OpenClawError:
     """Build an error of a head line, what became of the ranks, and who waited where."""
-    lost = [] if kind is CellInterrupted else _released_line(result)
+    lost = [] if kind is CellInterrupted else _released(result, ())
     lines = [_capital(line) for line in (message, *lost, *_still_inside(result))]
     error = kind(" ".join(lines))
     return drawn(error, [f"{_coloured(kind.__name__)}: {lines[0]}", *lines[1:], *_table(result)])
@@ -242,11 +256,6 @@ def _cut_off(result: RunResult) -> str:
     """Say what the ranks themselves say, where nobody ended the cell."""
     told = [f"rank {rank}: {failed.message}" for rank, failed in result.failures.items() if failed.message]
     return "; ".join(["the cell did not end on every rank", *told]) + "."
-
-
-def _released_line(result: RunResult) -> list[str]:
-    lines = _around(result, (), {})
-    return [line for line in lines if "released" in line]
 
 
 def _capital(sentence: str) -> str:

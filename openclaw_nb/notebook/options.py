@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
+from openclaw_nb.cluster.launch import BACKENDS, COMMUNICATIONS
 from openclaw_nb.core.errors import UsageError, unknown_name
 from openclaw_nb.protocol.messages import StrategySpec
 from openclaw_nb.strategies import STRATEGIES, canonical_strategy
@@ -186,9 +187,15 @@ VERBS: dict[str, Command] = {
                     ("--devices",), "ids such as GPU-0,GPU-1 or CPU-0, or auto", "device", {"metavar": "IDS"}
                 ),
                 Argument(
+                    ("--backend",),
+                    "how workers are started: a process each, or all by one mpiexec (local)",
+                    tuple(BACKENDS),
+                    {"default": "local"},
+                ),
+                Argument(
                     ("--communication",),
-                    "what the workers communicate with (auto)",
-                    ("auto", "nccl", "gloo"),
+                    "what the workers communicate with (auto); mpi needs --backend mpi",
+                    COMMUNICATIONS,
                     {"default": "auto"},
                 ),
                 Argument(("--name",), "the cluster's name", settings={"metavar": "NAME"}),

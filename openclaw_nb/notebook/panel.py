@@ -177,7 +177,7 @@ class Panel:
             return PanelView(
                 at=time.time(),
                 name=self._master.name,
-                backend=self._master.backend,
+                backend=self._master.communication,
                 epoch=self._master.epoch,
                 doing=self._doing(run),
                 devices=tuple(self._master.get_device_status()),

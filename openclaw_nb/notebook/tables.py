@@ -76,7 +76,9 @@ def status_table(master: MasterNode) -> Table:
     """Return the workers of a cluster, their devices and what runs on them."""
     records = master.get_device_status()
     columns = ("rank", "worker", "device", "state", "pid", "busy", "memory", "does")
-    title = f"Cluster {master.name}: {len(records)} workers, {master.backend}, group {master.epoch}"
+    title = f"Cluster {master.name}: {len(records)} workers, {master.communication}, group {master.epoch}"
+    if master.backend != "local":
+        title += f", backend {master.backend}"
     if master.problem:
         title = f"Cluster {master.name}: {master.problem}"
     return Table(title, columns, tuple(_status_row(r, s) for r, s in enumerate(records)), tuple(records))

@@ -52,6 +52,7 @@ def _start(context: Context, options: argparse.Namespace) -> OpenClawCluster:
         workers=options.workers,
         devices=options.devices,
         name=options.name,
+        backend=options.backend,
         communication=options.communication,
         oversubscribe=options.oversubscribe,
         lease_seconds=options.lease or 0.0,

@@ -12,8 +12,7 @@ from typing import Any
 import torch
 
 from openclaw_nb.engine.group.collectives import ReleasableGroup, signature
-from openclaw_nb.engine.group.mesh import MAX_BYTES, Mesh
-from openclaw_nb.engine.group.sums import BackendSum, Layout, SharedMemory, Sum, make_sums
+from openclaw_nb.engine.group.sums import BackendSum, Layout, Shortcut, Sum, make_sums
 
 
 class Ranks:
@@ -23,22 +22,22 @@ class Ranks:
     ----------
     group : ReleasableGroup
         The step engine's own group.
-    memory : SharedMemory, optional
-        What the ranks share if they are on one host.
+    shortcut : Shortcut, optional
+        Shared memory or MPI, if the ranks have it.
     """
 
-    def __init__(self, group: ReleasableGroup, memory: SharedMemory | None = None) -> None:
+    def __init__(self, group: ReleasableGroup, shortcut: Shortcut | None = None) -> None:
         self.group = group
-        self._memory = memory
+        self._shortcut = shortcut
         self.short_of_memory = False
         self.rank: int = group.rank()
         self.size: int = group.size()
 
     def make_sums(self, layouts: Sequence[Layout]) -> Sequence[Sum]:
         """Return what sums a flat tensor over the ranks, again and again, for each layout."""
-        sums = make_sums(self.group, self._memory, layouts)
+        sums = make_sums(self.group, self._shortcut, layouts)
         on_cpu = all(layout.device.type == "cpu" for layout in layouts)
-        self.short_of_memory = self._memory is not None and on_cpu and isinstance(sums[0], BackendSum)
+        self.short_of_memory = self._shortcut is not None and on_cpu and isinstance(sums[0], BackendSum)
         return sums
 
     def gather(self, vector: torch.Tensor) -> torch.Tensor:
@@ -46,16 +45,17 @@ class Ranks:
         if self.size == 1:
             return vector.detach().unsqueeze(0)
         source = vector.detach().contiguous()
-        if self._memory is not None and 0 < source.nbytes <= MAX_BYTES and source.device.type == "cpu":
-            return self._gather_through(self._memory.mesh, source)
+        shortcut = self._shortcut
+        if shortcut is not None and 0 < source.nbytes <= shortcut.max_bytes and source.device.type == "cpu":
+            return self._gather_through(shortcut, source)
         rows = [torch.empty_like(source) for _ in range(self.size)]
         self.group.allgather([rows], [source]).wait()
         return torch.stack(rows)
 
-    def _gather_through(self, mesh: Mesh, source: torch.Tensor) -> torch.Tensor:
+    def _gather_through(self, shortcut: Shortcut, source: torch.Tensor) -> torch.Tensor:
         rows: list[bytes] = []
         call = signature("all_gather", [source])
-        self.group.start_apart(call, [], lambda: rows.extend(mesh.exchange(_bytes_of(source)))).wait()
+        self.group.start_apart(call, [], lambda: rows.extend(shortcut.exchange(_bytes_of(source)))).wait()
         flat = torch.frombuffer(bytearray(b"".join(rows)), dtype=source.dtype)
         return flat.view(self.size, *source.shape)
 

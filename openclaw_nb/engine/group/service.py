@@ -25,10 +25,10 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from openclaw_nb.core.errors import GroupError, ReleasedError
-from openclaw_nb.engine.group import gloo
+from openclaw_nb.engine.group import gloo, mpi
 from openclaw_nb.engine.group.collectives import ReleasableGroup, Wait
 from openclaw_nb.engine.group.mesh import Mesh, connect
-from openclaw_nb.engine.group.sums import SharedMemory
+from openclaw_nb.engine.group.sums import Peers, SharedMemory, Shortcut
 from openclaw_nb.protocol.messages import FormGroup
 
 _T = TypeVar("_T")
@@ -66,8 +66,8 @@ class GroupService:
         self.world_size = 1
         self.backend = "none"
         self.internal: ReleasableGroup | None = None
-        self.memory: SharedMemory | None = None
-        self._mesh: Mesh | None = None
+        self.shortcut: Shortcut | None = None
+        self._peers: Peers | None = None
         self._groups: list[ReleasableGroup] = []
         self._scissors: list[gloo.Scissors] = []
         self._serial = 0
@@ -103,7 +103,7 @@ class GroupService:
             self.internal = self._create(
                 place, command, "step engine", command.rank, command.world_size, self.backend
             )
-            self._share_memory(store, command)
+            self._take_shortcut(store, command)
             dist.init_process_group(
                 _BACKEND_NAME,
                 store=dist.PrefixStore("user", store),
@@ -123,7 +123,7 @@ class GroupService:
             dist.destroy_process_group()
         # A failed rendezvous leaves the counter that names groups raised on this rank alone.
         c10d._world.group_count = 0
-        self.internal = self.memory = self._mesh = None
+        self.internal = self.shortcut = self._peers = None
         self.rank, self.world_size, self.backend = 0, 1, "none"
         self._groups, self._scissors = [], []
 
@@ -133,14 +133,14 @@ class GroupService:
             return
         self._cause = cause
         self._stop.set()
-        groups, scissors, mesh = list(self._groups), list(self._scissors), self._mesh
+        groups, scissors, peers = list(self._groups), list(self._scissors), self._peers
         for group in groups:
             group.release(cause)
-        if mesh is not None:
-            mesh.cut()
+        if peers is not None:
+            peers.cut()
         if groups or scissors:
             threading.Thread(
-                target=_bury, args=(groups, scissors, self.memory), name="openclaw-undertaker", daemon=True
+                target=_bury, args=(groups, scissors, self.shortcut), name="openclaw-undertaker", daemon=True
             ).start()
 
     @property
@@ -151,7 +151,9 @@ class GroupService:
     @property
     def transport(self) -> str:
         """What the ranks' data goes through."""
-        return f"{self.backend} + shared memory" if self.memory is not None else self.backend
+        if isinstance(self.shortcut, mpi.Channel):
+            return f"sums by MPI, dist.* by {self.backend}"
+        return f"{self.backend} + shared memory" if self.shortcut is not None else self.backend
 
     def current_wait(self) -> Wait | None:
         """Return what this rank waits for, if it waits in a collective."""
@@ -167,15 +169,23 @@ class GroupService:
         client = dist.TCPStore(command.store_host, command.store_port, is_master=False, timeout=timeout)
         return dist.PrefixStore(f"epoch-{command.epoch}", client)
 
-    def _share_memory(self, store: dist.Store, command: FormGroup) -> None:
-        """Let the step engine reduce through shared memory, where all ranks are on one host and none uses a GPU."""
-        if command.backend != "auto" or self.backend != "gloo" or command.world_size == 1:
+    def _take_shortcut(self, store: dist.Store, command: FormGroup) -> None:
+        """Let the step engine reduce by MPI if asked to, or through shared memory on one host without GPUs."""
+        if command.world_size == 1:
             return
-        place = dist.PrefixStore("mesh", store)
-        self._mesh = self._apart(lambda: connect(place, command.rank, command.world_size))
-        if self._mesh is not None:
-            mesh = self._mesh
-            self.memory = self._apart(lambda: _memory_of(mesh))
+        if command.backend == "mpi":
+            place = dist.PrefixStore("mpi", store)
+            self._peers = self.shortcut = self._apart(
+                lambda: mpi.join(place, command.rank, command.world_size, command.epoch)
+            )
+        elif command.backend == "auto" and self.backend == "gloo":
+            self._share_memory(dist.PrefixStore("mesh", store), command)
+
+    def _share_memory(self, place: dist.Store, command: FormGroup) -> None:
+        mesh = self._apart(lambda: connect(place, command.rank, command.world_size))
+        if mesh is not None:
+            self._peers = mesh
+            self.shortcut = self._apart(lambda: _memory_of(mesh))
 
     def _create_user_group(
         self, store: dist.Store, rank: int, size: int, timeout: timedelta
@@ -251,8 +261,8 @@ def _memory_of(mesh: Mesh) -> SharedMemory | None:
         return None
 
 
-def _bury(groups: list[ReleasableGroup], scissors: list[gloo.Scissors], memory: SharedMemory | None) -> None:
-    """Cut the groups' sockets until their backends are silent, then drop them and the memory.
+def _bury(groups: list[ReleasableGroup], scissors: list[gloo.Scissors], shortcut: Shortcut | None) -> None:
+    """Cut the groups' sockets until their backends are silent, then drop them and the shortcut.
 
     Runs on a thread of its own: a backend's destructor waits for its threads.
     """
@@ -272,8 +282,8 @@ def _bury(groups: list[ReleasableGroup], scissors: list[gloo.Scissors], memory: 
         group.bury()
     for blade in scissors:
         blade.close()
-    if memory is not None:
-        memory.close()
+    if shortcut is not None:
+        shortcut.close()
 
 
 def _agree_on_backend(store: dist.Store, command: FormGroup) -> str:

@@ -1,4 +1,4 @@
-"""Sums flat tensors over the ranks: through shared memory where all ranks are on one host, else the backend.
+"""Sums flat tensors over the ranks: through shared memory where all are on one host, by MPI (`mpi`), or the backend.
 
     input of each rank ── in memory that every rank of the host has mapped
         │ all ranks are ready
@@ -23,6 +23,7 @@ import struct
 import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -30,7 +31,7 @@ from torch import Tensor
 from openclaw_nb.core.errors import MismatchError
 from openclaw_nb.core.host import available_memory_bytes
 from openclaw_nb.engine.group.collectives import PendingWork, ReleasableGroup, signature
-from openclaw_nb.engine.group.mesh import Mesh
+from openclaw_nb.engine.group.mesh import MAX_BYTES, Mesh
 
 _NUM_TURNS = 2
 _ALIGNMENT = 64  # bytes of a cache line: ranks do not write into each other's
@@ -54,6 +55,47 @@ class Layout:
         """Bytes that it takes in shared memory."""
         size = self.numel * self.dtype.itemsize
         return -(-size // _ALIGNMENT) * _ALIGNMENT
+
+
+class Peers(Protocol):
+    """The ranks of a group, for short messages: `openclaw_nb.engine.group.mesh.Mesh` and its like."""
+
+    rank: int
+    size: int
+
+    def exchange(self, data: bytes = b"") -> list[bytes]:
+        """Give every rank ``data`` and return what each one gave, by rank."""
+
+    def cut(self) -> None:
+        """End this rank's waits, now and later."""
+
+
+class Sum(Protocol):
+    """A sum that is made again and again: ``inputs`` are filled in turn, ``result`` is read."""
+
+    result: Tensor
+
+    @property
+    def inputs(self) -> Sequence[Tensor]:
+        """What this rank gives, by turn."""
+
+    def start(self, turn: int, number: int) -> PendingWork | None:
+        """Begin to sum; see `BackendSum.start`."""
+
+
+class Shortcut(Protocol):
+    """A way between the ranks that is better than the backend's, for sums and short messages on the CPU."""
+
+    max_bytes: int
+
+    def exchange(self, data: bytes = b"") -> list[bytes]:
+        """Give every rank ``data``, at most ``max_bytes``, and return what each one gave, by rank."""
+
+    def make_sums(self, group: ReleasableGroup, layouts: Sequence[Layout]) -> Sequence[Sum] | None:
+        """Return a sum for each layout, or None on every rank, if on some rank it cannot be had."""
+
+    def close(self) -> None:
+        """Let go of it, when nobody waits any more."""
 
 
 class BackendSum:
@@ -123,7 +165,7 @@ class SharedSum:
         return self._group.start_apart(self._call, [self.result], lambda: self._sum(inputs, number))
 
     def _sum(self, inputs: Sequence[Tensor], number: int) -> None:
-        self._meet(number)
+        meet(self._mesh, self._place, number)
         rank = self._mesh.rank
         low, high = self._bounds[rank]
         own = self.result[low:high]
@@ -138,16 +180,32 @@ class SharedSum:
             if source != rank:
                 self.result[low:high].copy_(inputs[source][low:high])
 
-    def _meet(self, number: int) -> None:
-        """Wait until every rank has filled its input, of this sum and of the same pass."""
-        told = self._mesh.exchange(_WHICH.pack(self._place, number))
-        if len(set(told)) == 1:
-            return
-        self._mesh.cut()  # nothing that is summed after this would be right
-        passes = ", ".join(f"rank {rank} in pass {_WHICH.unpack(each)[1]}" for rank, each in enumerate(told))
+
+def meet(peers: Peers, place: int, number: int) -> None:
+    """Wait until every rank is ready for the sum of this place, of the same pass.
+
+    Raises
+    ------
+    MismatchError
+        When a rank is at another one.
+    """
+    told = peers.exchange(_WHICH.pack(place, number))
+    if len(set(told)) == 1:
+        return
+    peers.cut()  # nothing that is summed after this would be right
+    passes = ", ".join(f"rank {rank} in pass {_WHICH.unpack(each)[1]}" for rank, each in enumerate(told))
+    raise MismatchError(
+        f"The ranks reduce gradients of different backward passes: {passes}. A rank has skipped a backward(), or "
+        "caught an error in the middle of one."
+    )
+
+
+def check_sizes(sizes: Sequence[int]) -> None:
+    """Raise a MismatchError unless all ranks' sums have the same size in bytes."""
+    if len(set(sizes)) > 1:
         raise MismatchError(
-            f"The ranks reduce gradients of different backward passes: {passes}. A rank has skipped a backward(), or "
-            "caught an error in the middle of one."
+            f"The ranks' gradients differ in size: {', '.join(map(str, sizes))} bytes by rank. "
+            "Every rank must train the same parameters."
         )
 
 
@@ -156,9 +214,6 @@ def _parts(numel: int, count: int, item_bytes: int) -> list[tuple[int, int]]:
     line = _ALIGNMENT // item_bytes
     step = -(-numel // (count * line)) * line
     return [(min(i * step, numel), min((i + 1) * step, numel)) for i in range(count)]
-
-
-Sum = BackendSum | SharedSum
 
 
 class SharedMemory:
@@ -170,6 +225,8 @@ class SharedMemory:
         The ranks. Only the thread that runs the group's calls may talk on it.
     """
 
+    max_bytes = MAX_BYTES
+
     def __init__(self, mesh: Mesh) -> None:
         self.mesh = mesh
         self._size = 0
@@ -180,6 +237,18 @@ class SharedMemory:
         finally:
             os.close(own)
         self._closer = weakref.finalize(self, _close_files, self._files)
+
+    def exchange(self, data: bytes = b"") -> list[bytes]:
+        """Give every rank ``data`` and return what each one gave; see `Mesh.exchange`."""
+        return self.mesh.exchange(data)
+
+    def make_sums(self, group: ReleasableGroup, layouts: Sequence[Layout]) -> Sequence[Sum] | None:
+        """Return a sum for each layout, or None on every rank if on some rank the memory is too small."""
+        placed: list[list[list[list[Tensor]]] | None] = []
+        group.start_apart("shared memory", [], lambda: placed.append(self.lay_out(layouts))).wait()
+        if placed[0] is None:
+            return None
+        return [SharedSum(group, self.mesh, place, inputs) for place, inputs in enumerate(placed[0])]
 
     def lay_out(self, layouts: Sequence[Layout]) -> list[list[list[Tensor]]] | None:
         """Place inputs over whatever was placed before. Every rank calls this with the same layouts.
@@ -197,11 +266,7 @@ class SharedMemory:
         total = _NUM_TURNS * sum(layout.num_bytes for layout in layouts)
         can = total <= self._size or self._grow(total)
         replies = [_REPLY.unpack(reply) for reply in self.mesh.exchange(_REPLY.pack(total, can))]
-        if len({size for size, _ in replies}) > 1:
-            raise MismatchError(
-                f"The ranks' gradients differ in size: {', '.join(str(size) for size, _ in replies)} bytes by rank. "
-                "Every rank must train the same parameters."
-            )
+        check_sizes([size for size, _ in replies])
         if not all(able for _, able in replies):
             os.ftruncate(self._files[self.mesh.rank], self._size)
             return None
@@ -247,24 +312,19 @@ def _starts(layouts: Sequence[Layout]) -> Iterator[tuple[Layout, list[int]]]:
         start += _NUM_TURNS * layout.num_bytes
 
 
-def make_sums(
-    group: ReleasableGroup, memory: SharedMemory | None, layouts: Sequence[Layout]
-) -> Sequence[Sum]:
-    """Return a sum for each layout, through shared memory where that can be. Every rank calls this alike.
+def make_sums(group: ReleasableGroup, shortcut: Shortcut | None, layouts: Sequence[Layout]) -> Sequence[Sum]:
+    """Return a sum for each layout, through the shortcut where that can be. Every rank calls this alike.
 
     Parameters
     ----------
     group : ReleasableGroup
         The ranks.
-    memory : SharedMemory or None
-        Theirs, if they are on one host.
+    shortcut : Shortcut or None
+        Theirs, if they have one.
     layouts : sequence of Layout
         What is to be summed.
     """
-    if memory is None or any(layout.device.type != "cpu" for layout in layouts):
-        return [BackendSum(group, layout) for layout in layouts]
-    placed: list[list[list[list[Tensor]]] | None] = []
-    group.start_apart("shared memory", [], lambda: placed.append(memory.lay_out(layouts))).wait()
-    if placed[0] is None:
-        return [BackendSum(group, layout) for layout in layouts]
-    return [SharedSum(group, memory.mesh, place, inputs) for place, inputs in enumerate(placed[0])]
+    sums = None
+    if shortcut is not None and all(layout.device.type == "cpu" for layout in layouts):
+        sums = shortcut.make_sums(group, layouts)
+    return sums if sums is not None else [BackendSum(group, layout) for layout in layouts]

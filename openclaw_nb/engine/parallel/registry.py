@@ -27,7 +27,7 @@ def ranks_of(group: GroupService) -> Ranks:
     """
     if group.internal is None:
         raise GroupError("The worker is in no group. Run %openclaw reset to form one.")
-    return Ranks(group.internal, group.memory)
+    return Ranks(group.internal, group.shortcut)
 
 
 @contextmanager

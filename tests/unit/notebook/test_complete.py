@@ -43,8 +43,9 @@ def complete(line: str) -> tuple[str, list[str]] | None:
         (
             "%openclaw start -n 2 --",
             "--",
-            ["--devices", "--communication", "--name", "--lease", "--oversubscribe", "--help"],
+            ["--devices", "--backend", "--communication", "--name", "--lease", "--oversubscribe", "--help"],
         ),
+        ("%openclaw start --backend ", "", ["local", "mpi"]),
         ("%openclaw start -n ", "", ["1", "2"]),
         ("%openclaw start --devices c", "c", ["CPU-0", "CPU-1"]),
         ("%openclaw start --devices CPU-0,", "", ["CPU-1", "auto"]),

@@ -173,3 +173,22 @@ def test_a_cut_that_nobody_made_is_told_as_the_rank_tells_it() -> None:
 
 def test_an_error_without_a_drawing_of_its_own_is_its_message() -> None:
     assert shown(drawn(GroupError("It broke."))) == "GroupError: It broke."
+
+
+def test_where_workers_are_not_replaced_the_first_death_is_the_cause() -> None:
+    """mpiexec ends the others after it: that they died, or were released, is no news of theirs."""
+    ended = result(died=(2, 0), failures={1: released()}, cause="rank 2 died")
+    text = shown(cell_error(ended, PLACES, replaced=False))
+    assert "Rank 2 of 4 (worker-2 on CPU-2) died. One death ends an MPI set" in text
+    assert "%openclaw stop" in text
+    assert "kept" not in text
+    assert "Rank 0" not in text
+    assert "takes its place" in shown(cell_error(result(died=(2,)), PLACES))
+
+
+def test_a_rank_that_raised_before_the_set_ended_is_the_cause() -> None:
+    ended = result(died=(2, 0), failures={1: failed()})
+    error = cell_error(ended, PLACES, replaced=False)
+    assert isinstance(error, CellError)
+    assert "boom" in shown(error)
+    assert "rank 2 of 4 (worker-2 on CPU-2) died. One death ends an MPI set" in shown(error)

@@ -25,11 +25,12 @@ def test_every_verb_has_a_handler_and_no_handler_is_without_a_verb() -> None:
 
 def test_start() -> None:
     given = parse(
-        "start -n 2 --devices CPU-0,CPU-1 --communication gloo --name mine --lease 60 --oversubscribe"
+        "start -n 2 --devices CPU-0,CPU-1 --backend mpi --communication gloo --name mine --lease 60 --oversubscribe"
     )
     assert vars(given) == {
         "workers": 2,
         "devices": "CPU-0,CPU-1",
+        "backend": "mpi",
         "communication": "gloo",
         "name": "mine",
         "lease": 60,

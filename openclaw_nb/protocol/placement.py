@@ -1,0 +1,9 @@
+"""Environment variables by which a worker learns its place; both sides use them before any message can travel."""
+
+from __future__ import annotations
+
+BY_RANK = "OPENCLAW_BY_RANK"
+"""JSON list of what each rank adds to its environment, where one command starts all workers."""
+
+LOG = "OPENCLAW_LOG"
+"""The file that a worker's own output goes to."""
