@@ -205,6 +205,12 @@ class Door:
         """Return the process id of the mpiexec of this worker."""
         return int(self._cluster.engines[self._engine_sets[worker]].process.pid)
 
+    def end_sets(self) -> None:
+        """End every mpiexec that has started engines, also those of an earlier owner of the cluster."""
+        for engines in self._cluster.engines.values():
+            with contextlib.suppress(psutil.Error):
+                psutil.Process(engines.process.pid).terminate()
+
     def output_of_set(self, worker: int, num_lines: int = 12) -> str:
         """Return the last lines of what the mpiexec of this worker has written."""
         engines = self._cluster.engines.get(self._engine_sets.get(worker))

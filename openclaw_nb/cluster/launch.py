@@ -42,6 +42,9 @@ class Launch(Protocol):
     def remarks(self) -> list[str]:
         """Return what a person should know about the way the workers were started."""
 
+    def end(self) -> None:
+        """End what cannot go on after a death."""
+
 
 class LocalLaunch:
     """A process a worker.
@@ -74,6 +77,9 @@ class LocalLaunch:
     def remarks(self) -> list[str]:
         """Return nothing: there is nothing to know."""
         return []
+
+    def end(self) -> None:
+        """Leave the others: they stand by themselves."""
 
 
 class MpiLaunch:
@@ -117,6 +123,10 @@ class MpiLaunch:
             f"mpiexec listens on every network interface of this host (port {ports}), for daemons of its own; no "
             "worker does. Where other hosts can reach this one, close these ports or use the backend local."
         ]
+
+    def end(self) -> None:
+        """End what is left of the set: mpiexec takes a rank that leaves without an error for one that is done."""
+        self._door.end_sets()
 
 
 BACKENDS: dict[str, type[LocalLaunch | MpiLaunch]] = {"local": LocalLaunch, "mpi": MpiLaunch}

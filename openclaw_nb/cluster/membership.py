@@ -387,6 +387,7 @@ class Membership:
     def _mend_once(self) -> None:
         dead = [worker for worker in self.workers if not worker.alive]
         if dead and not self._launch.replaces:
+            self._launch.end()
             raise ClusterError(f"{self._first_death or dead[0].id} died. {SET_ENDED}")
         if dead:
             self._doing = f"{', '.join(w.id for w in dead)} died: a new process is starting in its place"

@@ -81,6 +81,10 @@ def join(store: dist.Store, rank: int, size: int, epoch: int) -> Channel:
     GroupError
         When there is no usable MPI, or mpiexec and mpi4py belong to different ones.
     """
+    # Initialising MPI waits for all ranks and lets no other thread run meanwhile: nobody begins before all are there.
+    store.set(f"rank-{rank}", "here")
+    for other in range(size):
+        store.get(f"rank-{other}")
     mpi = start()
     world = mpi.COMM_WORLD
     store.set(f"world-rank-{rank}", str(world.Get_rank()))
