@@ -42,7 +42,7 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, loader: Any) -> tu
 def test_a_function_trains_on_every_rank(communication: str, transport: str) -> None:
     with OpenClawCluster(workers=2, oversubscribe=True, communication=communication) as cluster:
         assert cluster.master is not None
-        assert cluster.master.backend == transport
+        assert cluster.master.communication == transport
         results = cluster.run("data_parallel", train, **build())
         expected_loss, expected_weight = train(**build())
         for loss, weight in results:
