@@ -93,11 +93,13 @@ def test_the_cluster_of_another_user_is_left_alone(runtime: Path) -> None:
         MasterNode(name="shared").start,
     ]
     give(directory, 65534)
-    for use in uses:
-        with pytest.raises(UsageError, match="belongs to another user"):
-            use()
+    try:
+        for use in uses:
+            with pytest.raises(UsageError, match="belongs to another user"):
+                use()
+    finally:  # else nobody would find it to end it
+        give(directory, 0)
     assert (directory / "openclaw-cluster.json").read_text() == written
-    give(directory, 0)
     check_works(MasterNode.attach())
 
 
