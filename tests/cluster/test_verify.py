@@ -126,6 +126,79 @@ def test_dropout_is_switched_off_and_said(lab: Lab) -> None:
     lab.good("assert model[1].p == 0.5", targets=range(NUM_RANKS))
 
 
+def test_a_model_that_draws_by_itself_is_refused_by_its_layers_name(lab: Lab) -> None:
+    setup = SETUP.replace("nn.Tanh()", "Noisy(), nn.Tanh()")
+    noisy = """
+    import torch.nn as nn, torch.nn.functional as F
+    class Noisy(nn.Module):
+        def forward(self, x): return F.dropout(x, 0.5, self.training)
+    """
+    lab.good(textwrap.dedent(noisy) + textwrap.dedent(setup), targets=range(NUM_RANKS))
+    result = lab.master.run_cell(
+        LOOP, strategy=StrategySpec(name="data_parallel"), targets=range(NUM_RANKS), verify_steps=3
+    ).wait(60)
+    assert result is not None
+    assert "model.1 draws random numbers while it runs" in refusal(result)
+    lab.good("assert not optimizer.state and not model[1]._forward_hooks", targets=range(NUM_RANKS))
+
+
+TWO_OPTIMIZERS = """
+first, second = list(model.parameters())[:2], list(model.parameters())[2:]
+optimizer = torch.optim.SGD(first, lr=0.1)
+other = torch.optim.SGD(second, lr=0.1)
+"""
+
+
+@pytest.mark.parametrize("wrong", [False, True], ids=["right", "wrong"])
+def test_every_optimizer_of_the_last_step_is_compared(lab: Lab, wrong: bool) -> None:
+    """Under the strategy alone, the second optimizer of the only step takes another learning rate."""
+    loop = LOOP.replace("optimizer.step()", "optimizer.step(); other.step()")
+    plant = "from openclaw_nb.engine.steps.reducer import GradientReducer as reducer\nkept = reducer.set_gradients\n"
+    fault = "reducer.set_gradients = lambda self: (kept(self), other.param_groups[0].update(lr=0.2))\n"
+    try:
+        certificate = verify(
+            lab, SETUP + TWO_OPTIMIZERS + plant + (fault if wrong else ""), loop, num_steps=1
+        )
+    finally:
+        lab.good("reducer.set_gradients = kept", targets=range(NUM_RANKS))
+    assert certificate.passed is not wrong, certificate
+    if wrong:
+        assert certificate.parted is not None
+        assert certificate.parted["kind"] == "state"
+
+
+def test_without_a_float64_run_the_certificate_says_why(lab: Lab) -> None:
+    loop = LOOP.replace("model(x)", "only_single(model(x))")
+    setup = (
+        SETUP
+        + """
+    def only_single(y):
+        assert y.dtype == torch.float32, "float32 only"
+        return y
+    """
+    )
+    certificate = verify(lab, textwrap.dedent(SETUP) + textwrap.dedent(setup.removeprefix(SETUP)), loop)
+    assert certificate.passed, certificate
+    assert any("float32 only" in note for note in certificate.notes)
+    assert "units in the last place" in certificate.reason
+
+
+@pytest.mark.parametrize(
+    "fault", ["", "[p.grad.mul_(2) for p in self.parameters]", "self.parameters[0].grad.zero_()"]
+)
+def test_faults_show_in_bfloat16_too(lab: Lab, fault: str) -> None:
+    plant = "from openclaw_nb.engine.steps.reducer import GradientReducer as reducer\nkept = reducer.set_gradients\n"
+    if fault:
+        plant += f"reducer.set_gradients = lambda self: (kept(self), {fault})\n"
+    half = "model.bfloat16()\noptimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
+    loop = LOOP.replace("model(x)", "model(x.bfloat16()).float()")
+    try:
+        certificate = verify(lab, SETUP + half + plant, loop)
+    finally:
+        lab.good("reducer.set_gradients = kept", targets=range(NUM_RANKS))
+    assert certificate.passed is not bool(fault), certificate
+
+
 def test_a_model_inside_of_an_object_is_verified_and_put_back(lab: Lab) -> None:
     """The class comes from a module, so that nothing but the strategy's own search finds the model in it."""
     setup = SETUP.replace("nn.Tanh()", "nn.Dropout(0.5), nn.Tanh()") + textwrap.dedent("""

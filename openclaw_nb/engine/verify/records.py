@@ -85,6 +85,8 @@ class StepRecorder:
             self._last = float(root.detach()), gradients
 
     def _note_step(self, *_: Any) -> None:
+        if self._last is None and self.steps:
+            self.steps[-1].state = self._state()  # another optimizer's part of the same step
         if self._last is None or len(self.steps) >= self._num_steps:
             return
         loss, gradients = self._last

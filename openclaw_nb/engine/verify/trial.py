@@ -4,7 +4,8 @@
                 ─> all ranks: the cell under its strategy ─> state put back ─> certificate
 
 The cell runs up to the K-th optimizer step. What it shows is dropped, what it changes is put back; files that it
-writes stay written. Dropout is switched off in all runs, as ranks drop other units than a single device does.
+writes stay written. Dropout layers are switched off in all runs, as ranks drop other units than a single device does;
+a model that draws random numbers by itself is refused.
 
 Knows strategies, records and snapshots; does not know how a certificate is drawn.
 """
@@ -31,6 +32,7 @@ from openclaw_nb.engine.steps import batchnorm
 from openclaw_nb.engine.steps.common import make_common
 from openclaw_nb.engine.steps.loaders import MergedBatches, twin
 from openclaw_nb.engine.verify.compare import certificate
+from openclaw_nb.engine.verify.draws import Draws
 from openclaw_nb.engine.verify.records import Step, StepRecorder, StepsDone
 from openclaw_nb.engine.verify.snapshot import Snapshot
 from openclaw_nb.protocol.messages import StrategySpec
@@ -79,6 +81,7 @@ class Verifier:
         self._held = [thing for kind in kinds for thing in kind.values()]
         self._batches_per_step = _batches_per_step(spec, self._objects)
         self._roots = _roots(namespace, self._objects)
+        self._without_exact = ""
         self._drops = any(True for _ in _dropouts(self._roots))
 
     async def verify(self) -> tuple[Outcome, dict[str, Any]]:
@@ -105,17 +108,20 @@ class Verifier:
         problem = ""
         if self._ranks.rank == 0:
             start = Snapshot(self._namespace, set(), self._held)
-            outcome, single = await self._record(self._run, merged=True)
+            draws = Draws(self._objects.models)
+            with draws.watching():
+                outcome, single = await self._record(self._run, merged=True)
             start.restore()
-            problem = _problem(outcome, single)
+            problem = _problem(outcome, single, draws.layers)
             if not problem:
                 with _in_double(self._roots, self._objects):
                     outcome, exact = await self._record(self._run, merged=True)
                 start.restore()
-                exact = None if _problem(outcome, exact) or len(exact) != len(single) else exact
+                self._without_exact = _problem(outcome, exact) or _other_number(exact, single)
+                exact = None if self._without_exact else exact
         problem = self._ranks.broadcast(problem)
         if problem:
-            raise RefusedError(f"The cell cannot be verified: on a single device {problem}")
+            raise RefusedError(f"The cell cannot be verified: {problem}")
         outcome, parallel = await self._record(self._run_parallel, merged=False)
         if outcome.error is not None and not isinstance(outcome.error, StepsDone):
             return outcome, {}
@@ -157,6 +163,8 @@ class Verifier:
         notes = []
         if self._drops:
             notes.append("dropout was switched off")
+        if self._without_exact:
+            notes.append(f"there is no float64 run to take the tolerance from: {self._without_exact}")
         if self._batches_per_step > 1:
             notes.append(
                 f"compared with single-device steps of {self._batches_per_step} batches at once; the loss after each "
@@ -183,10 +191,22 @@ def _batches_per_step(spec: StrategySpec, objects: Objects) -> int:
     return count
 
 
-def _problem(outcome: Outcome, steps: list[Step]) -> str:
+def _problem(outcome: Outcome, steps: list[Step], draws: Sequence[str] = ()) -> str:
+    """Say why a single-device run is nothing to compare with; "" when it is."""
     if outcome.error is not None and not isinstance(outcome.error, StepsDone):
-        return f"it raised {type(outcome.error).__name__}: {outcome.error}"
-    return "" if steps else "it made no optimizer step."
+        return f"on a single device it raised {type(outcome.error).__name__}: {outcome.error}"
+    if not steps:
+        return "on a single device it made no optimizer step."
+    if draws:
+        return (
+            f"{', '.join(draws)} draws random numbers while it runs (a functional dropout, noise), and each rank draws "
+            "others. Switch that off for the trial, or make it a layer such as nn.Dropout, which is switched off here."
+        )
+    return ""
+
+
+def _other_number(exact: Sequence[Step], single: Sequence[Step]) -> str:
+    return "" if len(exact) == len(single) else f"it made {len(exact)} steps instead of {len(single)}"
 
 
 def _digests(steps: list[Step], num_steps: int) -> bytes:
