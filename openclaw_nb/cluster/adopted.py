@@ -70,7 +70,8 @@ class AdoptedRun(CellRun):
         self._awaited = {record["rank"] for record in records.values()}
         self._past: list[Measured] = []
         for rank in missing[len(silent) :]:
-            self._views[rank] = RankView(phase=Phase.DIED)  # its worker is no longer there
+            self._views[rank] = RankView()
+            self._set(rank, phase=Phase.DIED)  # its worker is no longer there
 
     def follow(self) -> None:
         """Take up the cell where it is; return when that is at its end."""
@@ -86,16 +87,15 @@ class AdoptedRun(CellRun):
         asked = {rank: self._recall(rank, with_output=True) for rank in self.ranks}
         while asked and self.running:
             wait(asked.values(), timeout=_ASK_SECONDS, return_when=FIRST_COMPLETED)
-            for rank, answer in list(asked.items()):
-                if not answer.done():
-                    continue
-                ended = self._hear(rank, answer)
+            again = []
+            for rank in [rank for rank, answer in asked.items() if answer.done()]:
+                ended = self._hear(rank, asked.pop(rank))
                 if ended is not None:
-                    del asked[rank]
                     self._inbox.put(("reply", rank, ended))
                 else:
-                    time.sleep(_ASK_SECONDS)
-                    asked[rank] = self._recall(rank, with_output=False)
+                    again.append(rank)
+            time.sleep(_ASK_SECONDS)
+            asked |= {rank: self._recall(rank, with_output=False) for rank in again}
 
     def _recall(self, rank: int, *, with_output: bool) -> Future[Reply]:
         return self._channel.request_at_once(self.ranks[rank], Recall(with_output=with_output))
