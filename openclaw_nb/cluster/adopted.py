@@ -17,7 +17,7 @@ from typing import Any
 
 from openclaw_nb.cluster.run import CellRun, Channel, Output, RunResult
 from openclaw_nb.core.errors import WorkerDiedError
-from openclaw_nb.plan.release import Phase, RankView
+from openclaw_nb.plan.release import RankView
 from openclaw_nb.protocol import codec
 from openclaw_nb.protocol.messages import Done, Event, Measured, Recall, Reply, Shown
 
@@ -71,7 +71,7 @@ class AdoptedRun(CellRun):
         self._past: list[Measured] = []
         for rank in missing[len(silent) :]:
             self._views[rank] = RankView()
-            self._set(rank, phase=Phase.DIED)  # its worker is no longer there
+            self._die(rank)  # its worker is no longer there
 
     def follow(self) -> None:
         """Take up the cell where it is; return when that is at its end."""
