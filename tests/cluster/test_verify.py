@@ -119,6 +119,14 @@ def test_several_batches_a_step_equal_a_larger_batch(lab: Lab) -> None:
     assert any("3 batches at once" in note for note in certificate.notes)
 
 
+def test_more_steps_than_the_cell_has(lab: Lab) -> None:
+    """Two epochs of 150 samples in batches of 32 are ten steps."""
+    certificate = verify(lab, SETUP, num_steps=50)
+    assert certificate.passed, certificate
+    assert len(certificate.rows) == 10
+    assert "the cell has no more steps" in certificate.notes
+
+
 def test_dropout_is_switched_off_and_said(lab: Lab) -> None:
     certificate = verify(lab, SETUP.replace("nn.Tanh()", "nn.Dropout(0.5), nn.Tanh()"))
     assert certificate.passed, certificate

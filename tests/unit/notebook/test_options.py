@@ -197,3 +197,18 @@ def test_the_panels_interval_has_limits(text: str) -> None:
         options.VERBS["panel"].parse(["--every", text])
     assert options.VERBS["panel"].parse(["--every", "0.25"]).every == 0.25
     assert options.VERBS["panel"].parse([]).every == 0.5
+
+
+@pytest.mark.parametrize("steps", ["0", "-3", "two", "1.5"])
+def test_a_trial_has_at_least_one_step(steps: str) -> None:
+    with pytest.raises(UsageError, match=f"'{steps}' is not a whole number of at least 1"):
+        options.VERBS["verify"].parse([f"--steps={steps}"])
+    with pytest.raises(UsageError, match=f"'{steps}' is not a whole number of at least 1"):
+        options.parse_cell(["-s", "data_parallel", f"--verify={steps}"])
+
+
+def test_a_trial_needs_a_strategy_cell() -> None:
+    with pytest.raises(UsageError, match=r"No cell has run under a strategy yet\. Run one first"):
+        verbs._cell_to_verify({}, None)
+    with pytest.raises(UsageError, match="--verify needs a strategy"):
+        options.parse_cell(["--verify", "3"])
