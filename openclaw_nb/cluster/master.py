@@ -552,10 +552,11 @@ class MasterNode:
         if self._membership is not None:
             self._membership.heard(event.worker)
         run = self._run
+        if run is None:  # while the cluster is taken over: the cell's record has it, and older ones before it
+            return
         if isinstance(event, Measured) and not (isinstance(run, AdoptedRun) and run.run_id == event.run_id):
             self._tell(event)
-        if run is not None:
-            run.tell(event)
+        run.tell(event)
 
     def _tell(self, event: Event) -> None:
         for listener in list(self._listeners):

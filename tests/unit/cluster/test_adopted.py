@@ -6,7 +6,11 @@ import time
 from concurrent.futures import Future
 from typing import Any
 
+import pytest
+
+from openclaw_nb.cluster import adopted
 from openclaw_nb.cluster.adopted import AdoptedRun, newest
+from openclaw_nb.cluster.master import MasterNode
 from openclaw_nb.cluster.run import Output
 from openclaw_nb.core.errors import WorkerDiedError
 from openclaw_nb.engine.record import Record
@@ -171,3 +175,34 @@ def test_the_newest_cell_is_the_one_that_began_last() -> None:
     old, new = {"run_id": "a", "seconds": 50.0, "ago": 1.0}, {"run_id": "b", "seconds": 3.0, "ago": 5.0}
     assert newest({0: old, 1: new, 2: None, 3: new}) == {1: new, 3: new}
     assert newest({0: None}) == {}
+
+
+def test_all_ranks_are_heard_before_the_next_round(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(adopted, "_ASK_SECONDS", 3600.0)  # whatever it is, it is waited once for all ranks
+    workers, told = Workers(8), list[Measured]()
+    for worker in range(8):
+        publish(workers, None, measured(worker, 1, float(worker)))
+    records = {number: record.tell(with_output=False) for number, record in workers.records.items()}
+    monkeypatch.setattr(workers, "request_at_once", lambda worker, command: _known(workers, worker, command))
+    run = AdoptedRun(workers, records, [], [], lambda result: None, told.append)
+    run.follow()
+    deadline = time.monotonic() + 10
+    while len(told) < 8 and time.monotonic() < deadline:
+        time.sleep(0.005)
+    assert [event.worker for event in told] == list(range(8))
+    run.leave("seen")
+
+
+def _known(workers: Workers, worker: int, command: Command) -> Future[Reply]:
+    assert isinstance(command, Recall)
+    answer: Future[Reply] = Future()
+    answer.set_result(Done(value={"run": workers.records[worker].tell(with_output=command.with_output)}))
+    return answer
+
+
+def test_what_comes_before_the_record_is_told_from_the_record() -> None:
+    told: list[Measured] = []
+    master = MasterNode()
+    master.listen(told.append)
+    master._on_event(measured(0, 25, 9.0))  # the 24 before it are not known yet
+    assert told == []
