@@ -21,10 +21,11 @@ from _common import ROOT, Row, percentile, report, use_environment
 sys.path.insert(0, str(ROOT / "tools"))
 from lab import Lab, Notebook, wait_until
 
-_ROUNDS = 5
-_SECONDS = 20.0
+_ROUNDS = 3
+_TURNS = 2
+_SECONDS = 10.0
 _LONG_SECONDS = 60.0
-_SETTLING_SECONDS = 12.0  # JupyterLab goes on loading after it shows a notebook
+_SETTLING_SECONDS = 10.0  # JupyterLab goes on loading after it shows a notebook
 
 _SET_UP = """
 %load_ext openclaw_nb
@@ -264,7 +265,7 @@ def _in_turns(measure: Callable[[Side], Any], rounds: int) -> tuple[list[Any], l
 
 
 def _costs(bench: Bench, every: float) -> tuple[list[Row], dict[str, Any]]:
-    ours, peer = _in_turns(lambda side: bench.cost(side, every), 3)
+    ours, peer = _in_turns(lambda side: bench.cost(side, every), _TURNS)
     row = Row(
         f"an update, {1 / every:.0f} Hz",
         "ms of CPU",
@@ -288,7 +289,7 @@ def main() -> None:
         slow, slow_parts = _costs(bench, 0.5)
         fast, fast_parts = _costs(bench, 0.1)
         lags, late = bench.lags(0.1, _LONG_SECONDS)
-        busy, idle = bench.share(0.5, _LONG_SECONDS)
+        busy, idle = bench.share(0.5, _LONG_SECONDS / 2)
         bench.stop()
     quiet = f"idle: {100 * idle:.2f} %, taken off"
     two_hours = f"two hours: {bench.two_hours / 1e6:.2f} MB"

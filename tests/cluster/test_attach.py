@@ -199,7 +199,7 @@ for epoch in range(10):
         loss = nn.functional.cross_entropy(model(images), labels)
         loss.backward()
         optimizer.step()
-        time.sleep(0.03)
+        time.sleep(0.06)
     print("epoch", epoch)
 """
 EPOCHS = [f"epoch {epoch}" for epoch in range(10)]
