@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from openclaw_nb.cluster.run import RunResult
+from openclaw_nb.protocol.messages import StrategySpec
 
 from .conftest import Lab, single_device
 
@@ -578,3 +579,17 @@ def test_what_cannot_be_done_is_refused(lab: Lab, case: str) -> None:
     result = lab.train(SETUP + extra, loop, 2)
     assert text.lower() in refusal(result).lower()
     check(lab, 2)
+
+
+@pytest.mark.parametrize("options", [{}, {"sync_frequency": 2}], ids=["every batch", "every second batch"])
+def test_a_checkpoint_that_the_cell_writes_holds_plain_state(lab: Lab, options: dict[str, int]) -> None:
+    setup = SETUP + "import io\nscheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)\n"
+    loop = LOOP + "file = io.BytesIO(); torch.save([scheduler.state_dict(), optimizer.state_dict()], file)\n"
+    lab.good(setup + "keys = set(scheduler.state_dict())", targets=range(2))
+    spec = StrategySpec(name="data_parallel", options=options)
+    lab.good(loop, targets=range(2), strategy=spec)
+    lab.good(
+        "file.seek(0); assert set(torch.load(file)[0]) == keys\n"
+        "assert type(scheduler) is torch.optim.lr_scheduler.StepLR",
+        targets=range(2),
+    )

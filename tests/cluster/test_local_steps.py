@@ -13,7 +13,7 @@ import torch
 from openclaw_nb.monitor.store import Monitor
 
 from .conftest import Lab, single_device
-from .test_data_parallel import LOOP, SETUP, STATE, check
+from .test_data_parallel import LOOP, SETUP, STATE, check, refusal
 
 pytestmark = pytest.mark.cluster
 
@@ -22,6 +22,7 @@ NUM_RANKS = 2
 # What local SGD is, written down by itself: each rank has a model and an optimizer, and its part of each batch.
 REFERENCE = """
 import copy
+def factor(num_all, num_own): return 1
 ranks = [(m := copy.deepcopy(model), torch.optim.SGD(m.parameters(), lr=0.05, momentum=0.9)) for _ in range(num_ranks)]
 def average(seen):
     total = sum(seen)
@@ -38,9 +39,9 @@ for epoch in range(2):
     seen, steps = [0] * num_ranks, 0
     for x, y in loader:
         for r, (m, o) in enumerate(ranks):
-            part = slice(len(x) * r // num_ranks, len(x) * (r + 1) // num_ranks)
+            part = torch.arange(len(x)).tensor_split(num_ranks)[r]
             o.zero_grad()
-            loss_fn(m(x[part]), y[part]).backward()
+            (factor(len(x), len(x[part])) * loss_fn(m(x[part]), y[part])).backward()
             o.step()
             seen[r] += len(x[part])
         steps += 1
@@ -71,6 +72,103 @@ def test_several_steps_each_are_local_sgd(lab: Lab, every: int) -> None:
             torch.testing.assert_close(
                 state[name], value, rtol=1e-6, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}"
             )
+
+
+# A sum over a part of the batch is that much smaller than over all of it.
+OF_A_SUM = REFERENCE.replace("return 1", "return num_all / num_own")
+SUM = SETUP.replace("CrossEntropyLoss()", "CrossEntropyLoss(reduction='sum')").replace("lr=0.05", "lr=0.002")
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_one_step_each_of_a_sum_is_single_device_training(lab: Lab, num_ranks: int) -> None:
+    loop = LOOP.replace("losses.append(loss.item())", "losses.append(0.0)")
+    loop = loop.replace("loss.backward()", "(loss + 0.3 * model[0].weight.square().sum()).backward()")
+    check(lab, num_ranks, SUM, loop, options={"mode": "parameter"}, reduction="sum")
+    check(
+        lab,
+        num_ranks,
+        SUM,
+        loop.replace(" + 0.3 * model[0].weight.square().sum()", ""),
+        options={"mode": "parameter"},
+    )
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_several_steps_each_of_a_sum_are_local_sgd(lab: Lab, num_ranks: int) -> None:
+    """On three ranks the parts of a batch of 32 are not of the same size."""
+    monitor = Monitor()
+    forget = lab.master.listen(monitor.take)
+    result = lab.train(SUM, LOOP + STATE, num_ranks, options={"mode": "parameter", "sync_frequency": 3})
+    forget()
+    assert result.ok, [f"{f.error_type}: {f.message}" for f in result.failures.values()]
+    reference = OF_A_SUM.replace("lr=0.05", "lr=0.002")
+    expected = single_device(SUM + f"num_ranks, every = {num_ranks}, 3\n", reference)["state"]
+    for name, value in expected.items():
+        torch.testing.assert_close(lab.pull("state", num_ranks - 1)[name], value, rtol=1e-6, atol=1e-6)
+    history = monitor.latest()
+    assert history is not None
+    assert (
+        22 * 1.2 < history.loss.y[-1] < 22 * 2.0
+    )  # of the whole last batch, whose 22 samples have about ln 5 each
+
+
+def test_the_kind_of_a_loss_is_told_or_refused(lab: Lab) -> None:
+    options = {"mode": "parameter", "sync_frequency": 3}
+    mixed = LOOP.replace("loss_fn(model(x), y)", "(out := model(x)).matmul(out.T).logsumexp(1).mean()")
+    result = lab.train(SETUP, mixed, NUM_RANKS, options=options)
+    assert result.ok
+    assert sum("neither a mean nor a sum" in note for note in result.notes) == 1
+    other = LOOP.replace(
+        "loss_fn(model(x), y)", "loss_fn(model(x), y) if rank else loss_fn(model(x), y) * len(x)"
+    )
+    result = lab.train(SETUP, other, NUM_RANKS, options=options)
+    assert not result.ok
+    assert any("not of the same kind on all ranks" in f.message for f in result.failures.values())
+    result = lab.train(SUM, LOOP, NUM_RANKS, options={"mode": "parameter", "accumulate": 2})
+    assert "need a loss that is a mean over the samples; this one is sum" in refusal(result)
+
+
+def test_learning_rates_that_came_apart_are_rank_0s_after_the_average(lab: Lab) -> None:
+    setup = (
+        SETUP + "plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0)\n"
+    )
+    loop = LOOP.replace(
+        "losses.append(loss.item())",
+        "plateau.step(-len(losses) if rank == 0 else len(losses)); losses.append(optimizer.param_groups[0]['lr'])",
+    )
+    result = lab.train(setup, loop, NUM_RANKS, options={"mode": "parameter", "sync_frequency": 5})
+    assert result.ok, [f"{f.error_type}: {f.message}" for f in result.failures.values()]
+    assert lab.pull("losses", 0) == [0.05] * 10
+    of_a_pass = [0.05, 0.025, 0.0125, 0.00625, 0.003125]  # its metric only grows, except at the first step
+    assert lab.pull("losses", 1)[:5] == pytest.approx(of_a_pass)
+    assert lab.pull("losses", 1)[5] == pytest.approx(
+        0.025
+    )  # it was given rank 0's 0.05, and sees a bad step again
+    lab.good("lr, num_bad = optimizer.param_groups[0]['lr'], plateau.best", targets=range(NUM_RANKS))
+    assert lab.pull("lr", 1) == 0.05
+    assert lab.pull("num_bad", 1) == lab.pull("num_bad", 0) == -9
+    assert (
+        sum("rank 0's state of the schedule is used (plateau, optimizer)" in note for note in result.notes)
+        == 1
+    )
+
+
+def test_the_smallest_loss_scale_is_used_after_the_average(lab: Lab) -> None:
+    """Rank 1 overflows at its third step: it skips it and halves its scale."""
+    setup = SETUP + "scaler = torch.amp.GradScaler('cpu', init_scale=1024.0)\n"
+    loop = LOOP.replace(
+        "loss.backward()",
+        "scaler.scale(loss * (float('inf') if rank and len(losses) == 2 else 1)).backward()",
+    )
+    loop = loop.replace("optimizer.step()", "scaler.step(optimizer); scaler.update()")
+    loop = loop.replace("losses.append(loss.item())", "losses.append(scaler.get_scale())")
+    result = lab.train(setup, loop + STATE, NUM_RANKS, options={"mode": "parameter", "sync_frequency": 5})
+    assert result.ok, [f"{f.error_type}: {f.message}" for f in result.failures.values()]
+    assert lab.pull("losses", 0) == [1024.0] * 5 + [512.0] * 5
+    assert lab.pull("losses", 1) == [1024.0] * 2 + [512.0] * 8
+    assert torch.equal(lab.pull("state", 0)["0.weight"], lab.pull("state", 1)["0.weight"])
+    assert bool(lab.pull("state", 1)["0.weight"].isfinite().all())
+    assert sum("the smallest scale of scaler is used" in note for note in result.notes) == 1
 
 
 def test_accumulated_batches_are_one_local_step(lab: Lab) -> None:

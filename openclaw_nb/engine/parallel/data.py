@@ -136,5 +136,7 @@ class DataParallel(Strategy):
 
     def exit(self) -> None:
         """Take everything off again, last first."""
+        if self._engine is not None:
+            self.context.notes.extend(self._engine.notes)
         while self._undo:
             self._undo.pop()()

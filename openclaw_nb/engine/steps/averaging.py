@@ -5,15 +5,16 @@
 
 Averaged are parameters, buffers and the optimizers' state, each rank's by the samples that it has seen since the last
 time, so that all ranks are equal afterwards. As all of it is linear, K = 1 with SGD, also with momentum, gives the
-parameters of single-device training. Stich, "Local SGD Converges Fast and Communicates Little", ICLR 2019; with the
-momentum averaged too, Yu, Jin and Yang, "On the Linear Speedup Analysis of Communication Efficient Momentum SGD for
-Distributed Non-Convex Optimization", ICML 2019.
+parameters of single-device training. For that, the gradient of a loss that is a sum is multiplied by the samples of the
+whole batch over those of the rank's part: a sum over a part is that much smaller. Stich, "Local SGD Converges Fast and
+Communicates Little", ICLR 2019; with the momentum averaged too, Yu, Jin and Yang, "On the Linear Speedup Analysis of
+Communication Efficient Momentum SGD for Distributed Non-Convex Optimization", ICML 2019.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -22,12 +23,16 @@ from torch import Tensor, nn
 from openclaw_nb.core.errors import MismatchError
 from openclaw_nb.engine.group.ranks import Ranks
 from openclaw_nb.engine.group.sums import Layout, Sum
+from openclaw_nb.engine.loss.record import LossKind
 from openclaw_nb.engine.objects.find import Objects
 from openclaw_nb.engine.steps.engine import StepEngine, StepOptions
 from openclaw_nb.engine.steps.loaders import Slice
 from openclaw_nb.engine.steps.measure import Publisher
 from openclaw_nb.engine.steps.reducer import GradientReducer
+from openclaw_nb.engine.steps.settings import Settings
 from openclaw_nb.engine.steps.window import Window, times
+
+_DIGEST_BYTES = 16
 
 
 class Average:
@@ -39,15 +44,18 @@ class Average:
         Whose tensors are averaged.
     objects : Objects
         Their models and optimizers; what has no floating-point type is left as it is.
+    tell : callable
+        Takes a line for the person.
     """
 
-    def __init__(self, ranks: Ranks, objects: Objects) -> None:
-        self._ranks, self._objects = ranks, objects
+    def __init__(self, ranks: Ranks, objects: Objects, tell: Callable[[str], None]) -> None:
+        self._ranks, self._objects, self._tell = ranks, objects, tell
+        self._settings = Settings(ranks, objects)
         self._layouts: list[Layout] = []
         self._sums: Sequence[Sum] = []
         self._turn = 0
 
-    def __call__(self, weight: float, occasion: str) -> float:
+    def __call__(self, weight: float, occasion: str, kinds: str = "") -> float:
         """Replace the tensors by the sum over the ranks of ``weight`` times theirs.
 
         Parameters
@@ -56,6 +64,8 @@ class Average:
             This rank's; those of all ranks add up to 1.
         occasion : str
             Why now; the same on every rank.
+        kinds : str
+            What the losses were since the last time; the same on every rank.
 
         Returns
         -------
@@ -69,7 +79,9 @@ class Average:
             When the ranks are not at the same average, or have other tensors.
         """
         groups = _by_kind(self._tensors())
-        self._check_same(occasion, {kind: [tuple(t.shape) for t in group] for kind, group in groups.items()})
+        shapes = {kind: [tuple(t.shape) for t in group] for kind, group in groups.items()}
+        if not self._check_same(occasion, repr(shapes), kinds):
+            self._tell(self._settings.make_equal())
         self._prepare([Layout(sum(t.numel() for t in group), *kind) for kind, group in groups.items()])
         works = []
         for each, group in zip(self._sums, groups.values(), strict=True):
@@ -98,20 +110,29 @@ class Average:
         """Bytes that each rank gives into one average."""
         return 0 if self._ranks.size == 1 else sum(each.result.nbytes for each in self._sums)
 
-    def _check_same(self, occasion: str, shapes: dict[Any, Any]) -> None:
-        told = [f"{self._turn} {occasion}", repr(shapes)]
-        digests = [hashlib.blake2b(text.encode(), digest_size=16).digest() for text in told]
-        rows = self._ranks.gather_bytes(b"".join(digests))
-        if len({row[:16] for row in rows}) > 1:
+    def _check_same(self, occasion: str, shapes: str, kinds: str) -> bool:
+        """Refuse to average what is not alike; return whether the settings are."""
+        told = [f"{self._turn} {occasion}", shapes, str(self._settings), kinds]
+        rows = self._ranks.gather_bytes(b"".join(map(_digest, told)))
+        occasions, all_shapes, settings, all_kinds = (
+            {row[at : at + _DIGEST_BYTES] for row in rows} for at in range(0, len(rows[0]), _DIGEST_BYTES)
+        )
+        if len(occasions) > 1:
             raise MismatchError(
                 f"The ranks average their parameters on different occasions: rank {self._ranks.rank} {occasion}, "
                 f"average number {self._turn}. Evaluate and call state_dict() on every rank, not on one of them."
             )
-        if len({row[16:] for row in rows}) > 1:
+        if len(all_shapes) > 1:
             raise MismatchError(
                 "The ranks' optimizers hold different state, so that it cannot be averaged: on some rank a step was "
                 "skipped (by a GradScaler), or a parameter has had no gradient yet. Use --mode gradient."
             )
+        if len(all_kinds - {_digest("")}) > 1:  # a rank without samples has no say
+            raise MismatchError(
+                f"The loss is not of the same kind on all ranks, so that their steps do not fit: on rank "
+                f"{self._ranks.rank} it is {kinds}. Say --reduction mean or --reduction sum."
+            )
+        return len(settings) == 1
 
     def _prepare(self, layouts: list[Layout]) -> None:
         if layouts != self._layouts:  # an optimizer has its state only after its first step
@@ -134,6 +155,10 @@ class Average:
                 for parameter in group["params"]:
                     state = optimizer.state.get(parameter, {})
                     yield from (value for _, value in sorted(state.items()) if isinstance(value, Tensor))
+
+
+def _digest(text: str) -> bytes:
+    return hashlib.blake2b(text.encode(), digest_size=_DIGEST_BYTES).digest()
 
 
 def _by_kind(tensors: Iterator[Tensor]) -> dict[tuple[torch.dtype, torch.device], list[Tensor]]:
@@ -160,9 +185,10 @@ class LocalSteps(StepEngine):
 
     def __init__(self, ranks: Ranks, objects: Objects, options: StepOptions, publisher: Publisher) -> None:
         super().__init__(ranks, objects, options, publisher)
-        self._average = Average(ranks, objects)
+        self._average = Average(ranks, objects, self.tell)
         self._until_average = Window(options.batches_per_step * options.steps_per_average)
         self._seen = self._seen_by_all = 0
+        self._kinds_seen: set[str] = set()
 
     def _new_reducer(self) -> GradientReducer:
         """Return one that reduces nothing: gradients stay where they are."""
@@ -206,20 +232,25 @@ class LocalSteps(StepEngine):
         if not self._seen_by_all or self._ranks.size == 1:
             return
         weight, self._seen, self._seen_by_all = self._seen / self._seen_by_all, 0, 0
+        kinds, self._kinds_seen = " and ".join(sorted(self._kinds_seen)), set()
         self._clock.arrive()
         try:
             with torch.no_grad():
-                drift = self._average(weight, occasion)
+                drift = self._average(weight, occasion, kinds)
         finally:
             self._clock.leave()
         self._publisher.average(drift, self._average.num_bytes)
 
     def _run_backward(self, root: Tensor, grad_tensors: Any, retain_graph: bool | None) -> None:
+        vote = self._vote(root)
+        self._check_several(vote.kind)
+        self._take_kind(vote.kind)
         self._recorder.clear()
         self._check_window()
         boundary = self._window.is_boundary
         given = times(grad_tensors, root, self._window.weigh(self._num_local()))
-        self._weight = 1.0 if self._num_local() else 0.0
+        self._weight = self._weight_of(vote.kind)
+        scale = self._weight or 1.0
         if boundary:
             self._window.give_back(self._parameters)
         try:
@@ -235,4 +266,19 @@ class LocalSteps(StepEngine):
         if self._window.factor != 1.0:
             torch._foreach_mul_([p.grad for p in self._parameters if p.grad is not None], self._window.factor)
         loss = float(root.detach())
-        self._publisher.step(loss, loss, 0)
+        self._publisher.step(loss * scale, loss, 0)
+
+    def _weight_of(self, kind: LossKind) -> float:
+        """Return what brings the gradient of this rank's part to the size of the whole batch's."""
+        if not self._num_local():
+            return 0.0
+        return self._num_global() / self._num_local() if kind.name == "sum" else 1.0
+
+    def _take_kind(self, kind: LossKind) -> None:
+        if kind.name == "unknown":
+            self.tell(
+                f"the loss is neither a mean nor a sum over the samples, as far as can be seen ({kind.reason}): each "
+                "worker steps with the gradient of its own part as it is. If it is a sum, say --reduction sum."
+            )
+        if kind.name != "none":
+            self._kinds_seen.add(kind.name)

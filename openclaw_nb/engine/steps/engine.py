@@ -90,6 +90,11 @@ class StepEngine:
         How steps are made.
     publisher : Publisher
         Told of each step.
+
+    Attributes
+    ----------
+    notes : list of str
+        Lines for the person.
     """
 
     def __init__(self, ranks: Ranks, objects: Objects, options: StepOptions, publisher: Publisher) -> None:
@@ -109,6 +114,7 @@ class StepEngine:
         self._weight: float | None = None
         self._window = Window(options.batches_per_step)
         self._handles: list[Any] = []
+        self.notes: list[str] = []
         self._reducer = self._new_reducer()
 
     # ------------------------------------------------------------------------------- install, remove
@@ -124,10 +130,9 @@ class StepEngine:
         torch.autograd.backward = self._on_backward
         torch.autograd.grad = self._on_grad
         self._hold_back = [
-            hold_between(thing, name, self._window)
+            hold_between(thing, ("step", "update", "unscale_"), self._window)
             for thing in (*self._objects.schedulers.values(), *self._objects.scalers.values())
-            for name in ("step", "update", "unscale_")
-            if hasattr(thing, name)
+            if self._options.batches_per_step > 1
         ]
         self._clock.restart()
 
@@ -141,6 +146,11 @@ class StepEngine:
         self._recorder.clear()
         self._reducer.remove()
         self._publisher.flush()
+
+    def tell(self, line: str) -> None:
+        """Take a line for the person; the same one is told once."""
+        if line not in self.notes:
+            self.notes.append(line)
 
     def finish(self) -> None:
         """End the cell's training well; called when the cell has ended without an error, on every rank."""
@@ -259,11 +269,7 @@ class StepEngine:
     def _run_backward(self, root: Tensor, grad_tensors: Any, retain_graph: bool | None) -> None:
         vote = self._vote(root)
         self._check_parameters()
-        if self._options.batches_per_step > 1 and vote.kind.name not in ("mean", "none"):
-            raise RefusedError(
-                f"--sync-frequency needs a loss that is a mean over the samples; this one is {vote.kind.name}"
-                f"{': ' * bool(vote.kind.reason)}{vote.kind.reason}."
-            )
+        self._check_several(vote.kind)
         self._recorder.clear()  # from here on the cell's tensors are plain ones again
         self._check_window()
         boundary = self._window.is_boundary
@@ -282,6 +288,14 @@ class StepEngine:
         finally:
             self._weight = None
         self._conclude(root, vote, boundary)
+
+    def _check_several(self, kind: LossKind) -> None:
+        """Refuse a loss whose batches cannot be counted as parts of a larger one."""
+        if self._options.batches_per_step > 1 and kind.name not in ("mean", "none"):
+            raise RefusedError(
+                "Several batches a step (--sync-frequency, --accumulate) need a loss that is a mean over the samples; "
+                f"this one is {kind.name}{': ' * bool(kind.reason)}{kind.reason}."
+            )
 
     def _check_window(self) -> None:
         """Refuse what several batches a step would have to count in another way."""

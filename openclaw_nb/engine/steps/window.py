@@ -7,6 +7,7 @@ Knows gradients and counts of samples; does not know losses or ranks.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -80,19 +81,27 @@ class Window:
                 parameter.grad = kept
 
 
-def hold_between(thing: Any, name: str, window: Window) -> Callable[[], None]:
-    """Let ``thing.name()`` do nothing between boundaries; return how to undo that."""
-    original = getattr(thing, name)
-    own = vars(thing).get(name)
+def hold_between(thing: Any, names: Sequence[str], window: Window) -> Callable[[], None]:
+    """Let some methods of ``thing`` do nothing between boundaries; return how to undo that.
 
-    def held(*args: Any, **kwargs: Any) -> Any:
-        return None if window.is_open else original(*args, **kwargs)
+    Its class is exchanged, as whatever is set on the object itself would be part of a scheduler's ``state_dict()``.
+    """
+    kind = type(thing)
+    held = {name: _held(getattr(kind, name), window) for name in names if hasattr(kind, name)}
+    thing.__class__ = type(kind.__name__, (kind,), {"__module__": kind.__module__, **held})
 
     def undo() -> None:
-        delattr(thing, name) if own is None else setattr(thing, name, own)
+        thing.__class__ = kind
 
-    setattr(thing, name, held)
     return undo
+
+
+def _held(method: Callable[..., Any], window: Window) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def held(*args: Any, **kwargs: Any) -> Any:
+        return None if window.is_open else method(*args, **kwargs)
+
+    return held
 
 
 def times(gradient: Any, root: Tensor, weight: float) -> Any:
