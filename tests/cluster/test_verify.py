@@ -191,20 +191,67 @@ def test_without_a_float64_run_the_certificate_says_why(lab: Lab) -> None:
     assert "units in the last place" in certificate.reason
 
 
+def in_16_bits(setup: str, dtype: str) -> tuple[str, str]:
+    """Return the cells with parameters and computation in a dtype of 16 bits."""
+    setup += (
+        f"model.to(torch.{dtype})\noptimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)\n"
+    )
+    return setup, LOOP.replace("model(x)", f"model(x.to(torch.{dtype})).float()")
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize(
-    "fault", ["", "[p.grad.mul_(2) for p in self.parameters]", "self.parameters[0].grad.zero_()"]
+    ("fault", "data"),
+    [
+        ("", ""),
+        ("[p.grad.mul_(2) for p in self.parameters]", ""),
+        ("[p.grad.mul_(0.5) for p in self.parameters]", ""),
+        ("self.parameters[0].grad.zero_()", ""),
+        ("", "if rank == 1: X.copy_(X.roll(1, dims=0))\n"),
+    ],
+    ids=["right", "twice the gradient", "half of it", "a skipped parameter", "a rank with other data"],
 )
-def test_faults_show_in_bfloat16_too(lab: Lab, fault: str) -> None:
+def test_faults_show_in_16_bits_too(lab: Lab, dtype: str, fault: str, data: str) -> None:
     plant = "from openclaw_nb.engine.steps.reducer import GradientReducer as reducer\nkept = reducer.set_gradients\n"
     if fault:
         plant += f"reducer.set_gradients = lambda self: (kept(self), {fault})\n"
-    half = "model.bfloat16()\noptimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
-    loop = LOOP.replace("model(x)", "model(x.bfloat16()).float()")
+    setup, loop = in_16_bits(SETUP, dtype)
     try:
-        certificate = verify(lab, SETUP + half + plant, loop)
+        certificate = verify(lab, setup + data + plant, loop)
     finally:
         lab.good("reducer.set_gradients = kept", targets=range(NUM_RANKS))
-    assert certificate.passed is not bool(fault), certificate
+    assert certificate.passed is not bool(fault or data), certificate
+    assert dtype in certificate.reason
+    if not certificate.passed:
+        assert certificate.parted is not None
+        assert certificate.parted["step"] == 1
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_a_right_model_with_batchnorm_passes_in_16_bits(lab: Lab, dtype: str) -> None:
+    """Values near a kink of ReLU and max-pooling fall to either side: gradients differ by several percent."""
+    setup, loop = in_16_bits(CNN, dtype)
+    assert verify(lab, setup, loop).passed
+    assert not verify(lab, setup, loop, sync_batchnorm=False).passed
+
+
+@pytest.mark.parametrize("wrong", [False, True], ids=["right", "wrong"])
+def test_autocast_is_compared_as_what_it_computes_in(lab: Lab, wrong: bool) -> None:
+    loop = LOOP.replace(
+        "    loss = loss_fn(model(x), y)",
+        "    with torch.autocast('cpu', torch.bfloat16): out = model(x)\n        loss = loss_fn(out.float(), y)",
+    )
+    plant = "from openclaw_nb.engine.steps.reducer import GradientReducer as reducer\nkept = reducer.set_gradients\n"
+    if wrong:
+        plant += (
+            "reducer.set_gradients = lambda self: (kept(self), [p.grad.mul_(1.5) for p in self.parameters])\n"
+        )
+    try:
+        certificate = verify(lab, SETUP + plant, loop)
+    finally:
+        lab.good("reducer.set_gradients = kept", targets=range(NUM_RANKS))
+    assert "bfloat16" in certificate.reason
+    assert certificate.passed is not wrong, certificate
 
 
 def test_a_model_inside_of_an_object_is_verified_and_put_back(lab: Lab) -> None:

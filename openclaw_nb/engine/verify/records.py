@@ -41,6 +41,13 @@ class StepRecorder:
         Whose gradients and parameters are noted.
     num_steps : int
         After how many steps the next call of a model raises `StepsDone`.
+
+    Attributes
+    ----------
+    steps : list of Step
+        What was noted.
+    coarsest : torch.dtype
+        Of the parameters' and of what layers returned: under autocast layers compute in another than their parameters.
     """
 
     def __init__(self, models: Mapping[str, nn.Module], num_steps: int) -> None:
@@ -48,6 +55,7 @@ class StepRecorder:
         self._num_steps = num_steps
         self._last: tuple[float, dict[str, Tensor]] | None = None
         self.steps: list[Step] = []
+        self.coarsest = max((p.dtype for _, p in _parameters(models)), key=_unit, default=torch.float32)
 
     @contextmanager
     def recording(self) -> Iterator[None]:
@@ -63,6 +71,8 @@ class StepRecorder:
         handles = [
             model.register_forward_pre_hook(self._stop, prepend=True) for model in self._models.values()
         ]
+        layers = {layer for model in self._models.values() for layer in model.modules()}
+        handles += [layer.register_forward_hook(self._note_dtype) for layer in layers]
         handles.append(register_optimizer_step_post_hook(self._note_step))
         try:
             yield
@@ -74,6 +84,10 @@ class StepRecorder:
     def _stop(self, *_: Any) -> None:
         if len(self.steps) >= self._num_steps:
             raise StepsDone
+
+    def _note_dtype(self, module: nn.Module, args: Any, output: Any) -> None:
+        if isinstance(output, Tensor) and output.is_floating_point():
+            self.coarsest = max(self.coarsest, output.dtype, key=_unit)
 
     def _note_gradients(self, root: Tensor) -> None:
         gradients = {
@@ -98,6 +112,10 @@ class StepRecorder:
         for prefix, model in _prefixed(self._models):
             found |= {prefix + n: b for n, b in model.named_buffers() if b.is_floating_point()}
         return {name: _copy(tensor) for name, tensor in found.items()}
+
+
+def _unit(dtype: torch.dtype) -> float:
+    return torch.finfo(dtype).eps
 
 
 def _copy(tensor: Tensor) -> Tensor:

@@ -82,6 +82,7 @@ class Verifier:
         self._batches_per_step = _batches_per_step(spec, self._objects)
         self._roots = _roots(namespace, self._objects)
         self._without_exact = ""
+        self._coarsest = torch.float64
         self._drops = any(True for _ in _dropouts(self._roots))
 
     async def verify(self) -> tuple[Outcome, dict[str, Any]]:
@@ -133,6 +134,7 @@ class Verifier:
         recorder = StepRecorder(self._objects.models, self._trial.num_steps)
         with _merged_loaders(self._batches_per_step if merged else 1):
             outcome = await run(recorder.recording())
+        self._coarsest = max(self._coarsest, recorder.coarsest, key=lambda dtype: torch.finfo(dtype).eps)
         return outcome, recorder.steps
 
     def _certificate(
@@ -143,20 +145,23 @@ class Verifier:
             raise RefusedError(
                 "The cell makes no optimizer step under the strategy: there is nothing to verify."
             )
-        parameter = next(p for model in self._objects.models.values() for p in model.parameters())
         loader = next(iter(self._objects.loaders.values()), None)
         found = certificate(
             parallel[:count],
             single[:count],
             None if exact is None else exact[:count],
-            dtype=parameter.dtype,
+            dtype=self._coarsest,
             num_samples=self._batches_per_step * ((loader.batch_size if loader is not None else None) or 1),
             with_loss=self._batches_per_step == 1,
         )
         found["strategy"] = self._trial.spec.name
         found["num_ranks"] = self._ranks.size
         found["parted"] = _first(found["parted"], _apart(rows, count))
-        found["notes"] = self._notes(len(parallel), len(single))
+        self._without_exact = self._without_exact or found.pop("no_exact")
+        blurred = found.pop("blurred")
+        if not found["rows"]:
+            raise RefusedError(f"The cell cannot be verified: {blurred}.")
+        found["notes"] = [*self._notes(len(parallel), len(single)), *([blurred] if blurred else [])]
         return {"certificate": found}
 
     def _notes(self, num_parallel: int, num_single: int) -> list[str]:
