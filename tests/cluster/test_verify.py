@@ -134,20 +134,63 @@ def test_dropout_is_switched_off_and_said(lab: Lab) -> None:
     lab.good("assert model[1].p == 0.5", targets=range(NUM_RANKS))
 
 
-def test_a_model_that_draws_by_itself_is_refused_by_its_layers_name(lab: Lab) -> None:
-    setup = SETUP.replace("nn.Tanh()", "Noisy(), nn.Tanh()")
-    noisy = """
-    import torch.nn as nn, torch.nn.functional as F
-    class Noisy(nn.Module):
-        def forward(self, x): return F.dropout(x, 0.5, self.training)
-    """
-    lab.good(textwrap.dedent(noisy) + textwrap.dedent(setup), targets=range(NUM_RANKS))
+def refused(lab: Lab, setup: str, loop: str, **fields: Any) -> str:
+    """Verify a cell that is refused; return why."""
+    lab.good(setup, targets=range(NUM_RANKS))
     result = lab.master.run_cell(
-        LOOP, strategy=StrategySpec(name="data_parallel"), targets=range(NUM_RANKS), verify_steps=3
+        loop, strategy=StrategySpec(name="data_parallel", **fields), targets=range(NUM_RANKS), verify_steps=3
     ).wait(60)
     assert result is not None
-    assert "model.1 draws random numbers while it runs" in refusal(result)
-    lab.good("assert not optimizer.state and not model[1]._forward_hooks", targets=range(NUM_RANKS))
+    lab.good("assert not optimizer.state and not model._forward_pre_hooks", targets=range(NUM_RANKS))
+    return refusal(result)
+
+
+@pytest.mark.parametrize(
+    ("forward", "call"),
+    [
+        ("F.dropout(x, 0.5, self.training)", "torch.nn.functional.dropout"),
+        ("x + 0.01 * torch.rand_like(x)", "torch.rand_like"),
+        ("x + x.new_empty(x.shape).normal_()", "torch.Tensor.normal_"),
+        ("x * torch.distributions.Bernoulli(torch.tensor(0.5)).sample(x.shape)", "torch.bernoulli"),
+    ],
+)
+def test_a_model_that_draws_by_itself_is_refused_by_layer_and_call(lab: Lab, forward: str, call: str) -> None:
+    noisy = f"""
+    import torch, torch.nn as nn, torch.nn.functional as F
+    class Noisy(nn.Module):
+        def forward(self, x):
+            return {forward}
+    """
+    setup = textwrap.dedent(noisy) + SETUP.replace("nn.Tanh()", "Noisy(), nn.Tanh()")
+    said = refused(lab, setup, LOOP)
+    assert f"model.1 draws random numbers while it runs ({call} in `return {forward}`)" in said
+    lab.good("assert not model[1]._forward_hooks", targets=range(NUM_RANKS))
+
+
+@pytest.mark.parametrize(
+    ("noise", "said"),
+    [
+        (
+            "0.1 * torch.randn_like(x)",
+            "from torch under the strategy than on a single device (torch.randn_like in",
+        ),
+        ("0.1 * torch.tensor(np.random.rand(len(x), 1)).float()", "from numpy.random under the strategy"),
+        ("0.1 * torch.tensor([[random.random()] for _ in x])", "from random under the strategy"),
+    ],
+    ids=["torch", "numpy", "python"],
+)
+def test_a_cell_that_draws_for_each_sample_is_not_called_wrong(lab: Lab, noise: str, said: str) -> None:
+    loop = "import random, numpy as np\n" + LOOP.replace("model(x)", f"model(x + {noise})")
+    assert said in refused(lab, SETUP, loop)
+    if "torch.randn" in noise:  # every rank draws for the whole batch there
+        assert verify(lab, SETUP, loop, split="model").passed
+
+
+def test_numbers_that_are_drawn_for_a_batch_are_the_same_and_compared(lab: Lab) -> None:
+    loop = "import random\n" + LOOP.replace(
+        "model(x)", "model(x * (1 + random.random() + torch.rand(()).item()))"
+    )
+    assert verify(lab, SETUP, loop).passed
 
 
 TWO_OPTIMIZERS = """
@@ -279,6 +322,51 @@ def test_a_model_inside_of_an_object_is_verified_and_put_back(lab: Lab) -> None:
         "assert model[1].p == 0.5 and not optimizer.state",
         targets=range(NUM_RANKS),
     )
+
+
+def test_state_of_classes_functions_and_slots_is_put_back_and_the_rest_is_named(lab: Lab) -> None:
+    setup = SETUP + textwrap.dedent("""
+        import sqlite3, collections
+        class Meter:
+            __slots__ = ("seen",)
+            made = 0
+            def __init__(self): self.seen = 0; Meter.made += 1
+        def note(value, history=[]):
+            history.append(value); note.calls = len(history)
+        meter, box = Meter(), collections.UserDict(seen=[])
+        trainer = type("Trainer", (), {})()
+        trainer.log = sqlite3.connect(":memory:", check_same_thread=False)
+    """)
+    more = "        meter.seen += 1; Meter(); note(1); box['seen'].append(1); trainer.log.total_changes\n"
+    certificate = verify(lab, setup, LOOP + more)
+    assert certificate.passed
+    assert any("trainer.log (sqlite3.Connection)" in note for note in certificate.notes)
+    lab.good(
+        "assert (meter.seen, Meter.made, note.__defaults__, vars(note), box) == (0, 1, ([],), {}, {'seen': []})",
+        targets=range(NUM_RANKS),
+    )
+
+
+def test_a_cell_that_is_too_large_is_refused_with_the_sizes(lab: Lab) -> None:
+    setup = SETUP + textwrap.dedent("""
+        import numpy as np, tempfile
+        file = tempfile.NamedTemporaryFile()
+        X = torch.from_numpy(np.memmap(file.name, dtype="float32", mode="w+", shape=(2**36, 12)))
+    """)
+    assert "X 3.0 TiB" in refused(lab, setup, LOOP + "        X[0] = 1\n")
+    assert "for what the steps are compared by" in refused_steps(lab, 10**9)
+    assert verify(lab, setup).passed  # a cell that does not use it; the loader has the first X
+    lab.good("del X; file.close()", targets=range(NUM_RANKS))
+
+
+def refused_steps(lab: Lab, num_steps: int) -> str:
+    lab.good(SETUP, targets=range(NUM_RANKS))
+    spec = StrategySpec(name="data_parallel")
+    result = lab.master.run_cell(LOOP, strategy=spec, targets=range(NUM_RANKS), verify_steps=num_steps).wait(
+        60
+    )
+    assert result is not None
+    return refusal(result)
 
 
 def test_own_state_is_put_back(lab: Lab) -> None:

@@ -139,7 +139,7 @@ class _Walk:
         # A decorator of a library is followed to what it wraps, but its own globals are not the user's.
         if self._is_users(function.__globals__):
             self._globals(path, function)
-        for name, value in _held_by(function):
+        for name, value in held_by(function):
             self.add(f"{path}.{name}", value, depth)
 
     def _globals(self, path: str, function: FunctionType) -> None:
@@ -166,7 +166,7 @@ class _Walk:
             for name, value in vars(owner).items():
                 if not with_init and name in ("__init__", "__new__"):
                     continue
-                functions = _functions_of(value)
+                functions = functions_of(value)
                 for function in functions:
                     self.add(f"{path}.{name}", function, depth)
                 if not functions and not name.startswith("__"):
@@ -191,24 +191,33 @@ class _Walk:
             self.add(f"{path}.{key}", value, depth + 1)
 
     def _is_users(self, module_globals: Mapping[str, object]) -> bool:
-        """Code of the notebook, or of a file that is no installed library."""
-        name = module_globals.get("__name__")
-        if module_globals is self._namespace or name == "__main__":
-            return True
-        file = module_globals.get("__file__")
-        if not isinstance(file, str) or str(name).partition(".")[0] == _OWN_PACKAGE:
-            return False
-        installed = "site-packages" in file or "dist-packages" in file
-        return not installed and not file.startswith(_LIBRARY_DIRS)
+        return is_users_code(module_globals, self._namespace)
 
     def _is_user_class(self, cls: type) -> bool:
-        if cls.__module__ in ("__main__", self._namespace.get("__name__")):
-            return True
-        module = sys.modules.get(str(cls.__module__))
-        return module is not None and self._is_users(vars(module))
+        return is_users_class(cls, self._namespace)
 
 
-def _held_by(function: FunctionType) -> Iterator[tuple[str, object]]:
+def is_users_code(module_globals: Mapping[str, object], namespace: Mapping[str, object]) -> bool:
+    """Whether code with these globals is of the notebook, or of a file that is no installed library."""
+    name = module_globals.get("__name__")
+    if module_globals is namespace or name == "__main__":
+        return True
+    file = module_globals.get("__file__")
+    if not isinstance(file, str) or str(name).partition(".")[0] == _OWN_PACKAGE:
+        return False
+    installed = "site-packages" in file or "dist-packages" in file
+    return not installed and not file.startswith(_LIBRARY_DIRS)
+
+
+def is_users_class(cls: type, namespace: Mapping[str, object]) -> bool:
+    """Whether a class is of the notebook, or of a file that is no installed library."""
+    if cls.__module__ in ("__main__", namespace.get("__name__")):
+        return True
+    module = sys.modules.get(str(cls.__module__))
+    return module is not None and is_users_code(vars(module), namespace)
+
+
+def held_by(function: FunctionType) -> Iterator[tuple[str, object]]:
     """Closure variables, default arguments and attributes (``__wrapped__`` is one) of a function."""
     code = function.__code__
     for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
@@ -223,7 +232,7 @@ def _held_by(function: FunctionType) -> Iterator[tuple[str, object]]:
     yield from vars(function).items()
 
 
-def _functions_of(value: object) -> list[FunctionType]:
+def functions_of(value: object) -> list[FunctionType]:
     """The functions behind an entry of a class body."""
     if isinstance(value, property):
         inner: tuple[object, ...] = (value.fget, value.fset)

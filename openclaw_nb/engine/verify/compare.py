@@ -160,7 +160,7 @@ def _largest(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> Differen
     found = Difference(0.0, "")
     for name, tensor in other.items():
         scale = max(sizes[name], least)
-        apart = _size(one[name] - tensor)
+        apart = _size(one[name].double() - tensor.double())
         size = apart / scale if scale else (math.inf if apart else 0.0)
         if not size <= found.size:  # also for NaN
             found = Difference(math.inf if math.isnan(size) else size, name)
@@ -168,7 +168,11 @@ def _largest(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> Differen
 
 
 def _size(tensor: Tensor) -> float:
-    return float(torch.linalg.vector_norm(tensor)) / math.sqrt(tensor.numel()) if tensor.numel() else 0.0
+    return (
+        float(torch.linalg.vector_norm(tensor.double())) / math.sqrt(tensor.numel())
+        if tensor.numel()
+        else 0.0
+    )
 
 
 class _Limits:
@@ -202,7 +206,9 @@ class _Limits:
         if rounding is None:
             return
         if much := self.too_much(rounding):
-            self.blurred = f"from step {step} on rounding in {self._name} alone changes {much}: a fault could hide in that"
+            self.blurred = (
+                f"from step {step} on rounding in {self._name} alone changes {much}: a fault could hide"
+            )
         # A loss or a state may round better by chance than what it is made of, and so may one step.
         self._worst = max(self._worst or 0.0, *(each.size for each in rounding.values()))
 

@@ -5,14 +5,20 @@ Knows torch's hooks; does not know why steps are compared.
 
 from __future__ import annotations
 
+import hashlib
+import pickle
+import random
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
+
+DIGEST_BYTES = 16
 
 
 class StepsDone(BaseException):
@@ -24,12 +30,15 @@ class Step:
     """One optimizer step: the loss, the gradients that it was made with, and what came of it.
 
     ``gradients`` are those that the last ``backward()`` left, before anything clipped them; ``state`` holds parameters
-    and floating-point buffers.
+    and floating-point buffers. ``digest`` stands for the state. ``random`` tells, by its name, how far each source of
+    random numbers had come.
     """
 
     loss: float
     gradients: dict[str, Tensor] = field(default_factory=dict)
     state: dict[str, Tensor] = field(default_factory=dict)
+    digest: bytes = b""
+    random: dict[str, bytes] = field(default_factory=dict)
 
 
 class StepRecorder:
@@ -41,6 +50,8 @@ class StepRecorder:
         Whose gradients and parameters are noted.
     num_steps : int
         After how many steps the next call of a model raises `StepsDone`.
+    values : bool
+        Keep gradients and states, not only the states' digests.
 
     Attributes
     ----------
@@ -50,8 +61,8 @@ class StepRecorder:
         Of the parameters' and of what layers returned: under autocast layers compute in another than their parameters.
     """
 
-    def __init__(self, models: Mapping[str, nn.Module], num_steps: int) -> None:
-        self._models = dict(models)
+    def __init__(self, models: Mapping[str, nn.Module], num_steps: int, *, values: bool = True) -> None:
+        self._models, self._values = dict(models), values
         self._num_steps = num_steps
         self._last: tuple[float, dict[str, Tensor]] | None = None
         self.steps: list[Step] = []
@@ -90,28 +101,46 @@ class StepRecorder:
             self.coarsest = max(self.coarsest, output.dtype, key=_unit)
 
     def _note_gradients(self, root: Tensor) -> None:
-        gradients = {
-            name: _copy(parameter.grad)
-            for name, parameter in _parameters(self._models)
-            if parameter.grad is not None
-        }
-        if gradients and root.numel() == 1:
-            self._last = float(root.detach()), gradients
+        found = {name: p.grad for name, p in _parameters(self._models) if p.grad is not None}
+        if found and root.numel() == 1:
+            kept = {name: _copy(gradient) for name, gradient in found.items()} if self._values else {}
+            self._last = float(root.detach()), kept
 
     def _note_step(self, *_: Any) -> None:
-        if self._last is None and self.steps:
-            self.steps[-1].state = self._state()  # another optimizer's part of the same step
-        if self._last is None or len(self.steps) >= self._num_steps:
+        if self._last is not None and len(self.steps) < self._num_steps:
+            loss, gradients = self._last
+            self._last = None
+            self.steps.append(Step(loss, gradients))
+        elif self._last is not None or not self.steps:
             return
-        loss, gradients = self._last
-        self._last = None
-        self.steps.append(Step(loss, gradients, self._state()))
+        self._note_state(self.steps[-1])  # again, when this is another optimizer's part of the same step
 
-    def _state(self) -> dict[str, Tensor]:
+    def _note_state(self, step: Step) -> None:
         found: dict[str, Tensor] = dict(_parameters(self._models))
         for prefix, model in _prefixed(self._models):
             found |= {prefix + n: b for n, b in model.named_buffers() if b.is_floating_point()}
-        return {name: _copy(tensor) for name, tensor in found.items()}
+        state = {name: _copy(tensor) for name, tensor in found.items()}
+        step.state = state if self._values else {}
+        step.digest = _digest(state)
+        step.random = positions()
+
+
+def _digest(state: Mapping[str, Tensor]) -> bytes:
+    digest = hashlib.blake2b(digest_size=DIGEST_BYTES)
+    for name, tensor in sorted(state.items()):
+        digest.update(name.encode())
+        digest.update(memoryview(tensor.contiguous().reshape(-1).view(torch.uint8).numpy()))
+    return digest.digest()
+
+
+def positions() -> dict[str, bytes]:
+    """Tell how far the process's sources of random numbers have come; equal ones give the same numbers from here on."""
+    states = {
+        "torch": torch.get_rng_state().numpy().tobytes(),
+        "random": repr(random.getstate()).encode(),
+        "numpy.random": pickle.dumps(np.random.get_state()),
+    }
+    return {name: hashlib.blake2b(state, digest_size=8).digest() for name, state in states.items()}
 
 
 def _unit(dtype: torch.dtype) -> float:
@@ -119,7 +148,7 @@ def _unit(dtype: torch.dtype) -> float:
 
 
 def _copy(tensor: Tensor) -> Tensor:
-    return tensor.detach().to("cpu", torch.float64, copy=True)
+    return tensor.detach().to("cpu", copy=True)
 
 
 def _prefixed(models: Mapping[str, nn.Module]) -> Iterator[tuple[str, nn.Module]]:

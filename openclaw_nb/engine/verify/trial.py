@@ -1,7 +1,7 @@
 """The first steps of a cell, once on a single device and once under its strategy, and what differs.
 
-    state taken ─> rank 0 alone: the plain cell, and again in float64 ─> state put back
-                ─> all ranks: the cell under its strategy ─> state put back ─> certificate
+    state taken ─> rank 0 alone: the plain cell ─> state put back ─> again in float64 ─> state put back
+                ─> all ranks: the cell under its strategy ─> certificate ─> state put back
 
 The cell runs up to the K-th optimizer step. What it shows is dropped, what it changes is put back; files that it
 writes stay written. Dropout layers are switched off in all runs, as ranks drop other units than a single device does;
@@ -13,7 +13,6 @@ Knows strategies, records and snapshots; does not know how a certificate is draw
 from __future__ import annotations
 
 import contextlib
-import hashlib
 from collections.abc import Awaitable, Callable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -33,7 +32,7 @@ from openclaw_nb.engine.steps.common import make_common
 from openclaw_nb.engine.steps.loaders import MergedBatches, twin
 from openclaw_nb.engine.verify.compare import certificate
 from openclaw_nb.engine.verify.draws import Draws
-from openclaw_nb.engine.verify.records import Step, StepRecorder, StepsDone
+from openclaw_nb.engine.verify.records import DIGEST_BYTES, Step, StepRecorder, StepsDone
 from openclaw_nb.engine.verify.snapshot import Snapshot
 from openclaw_nb.protocol.messages import StrategySpec
 
@@ -77,11 +76,12 @@ class Verifier:
             trial.source, namespace, model=spec.model, optimizer=spec.optimizer, loader=spec.loader
         )
         found = self._objects
-        kinds = (found.models, found.optimizers, found.loaders, found.schedulers, found.scalers)
-        self._held = [thing for kind in kinds for thing in kind.values()]
+        self._held: dict[str, Any] = {**found.models, **found.optimizers, **found.loaders}
+        self._held |= {**found.schedulers, **found.scalers}
         self._batches_per_step = _batches_per_step(spec, self._objects)
         self._roots = _roots(namespace, self._objects)
         self._without_exact = ""
+        self._unknown: list[str] = []
         self._coarsest = torch.float64
         self._drops = any(True for _ in _dropouts(self._roots))
 
@@ -95,25 +95,47 @@ class Verifier:
         report : dict
             ``certificate``, on rank 0; see `compare.certificate`.
         """
-        snapshot = Snapshot(self._namespace, set(cell_names(self._trial.source).loads), self._held)
-        try:
-            make_common(self._ranks, self._objects)
-            with _without_dropout(self._roots):
+        names = set(cell_names(self._trial.source).loads)
+        with _without_dropout(self._roots):
+            snapshot = Snapshot(
+                self._namespace,
+                names,
+                self._held,
+                extra_bytes=self._bytes_of_steps() if self._ranks.rank == 0 else 0,
+                num_sharing=self._ranks.size,
+            )
+            self._unknown = snapshot.unknown
+            try:
+                make_common(self._ranks, self._objects)
                 return await self._both(snapshot)
-        finally:
-            snapshot.restore()
+            finally:
+                snapshot.restore()
 
-    async def _both(self, snapshot: Snapshot) -> tuple[Outcome, dict[str, Any]]:
+    def _bytes_of_steps(self) -> int:
+        """Return what rank 0 needs for three records, and for parameters, gradients and their averages in float64."""
+        tensors = [
+            t for model in self._objects.models.values() for t in (*model.parameters(), *model.buffers())
+        ]
+        values = sum(t.numel() for t in tensors)
+        record = (
+            2 * self._trial.num_steps * sum(2 * t.numel() * t.element_size() + 8 * t.numel() for t in tensors)
+        )
+        return record + 8 * 4 * values
+
+    async def _both(self, start: Snapshot) -> tuple[Outcome, dict[str, Any]]:
         single: list[Step] = []
         exact: list[Step] | None = None
         problem = ""
         if self._ranks.rank == 0:
-            start = Snapshot(self._namespace, set(), self._held)
             draws = Draws(self._objects.models)
             with draws.watching():
                 outcome, single = await self._record(self._run, merged=True)
             start.restore()
-            problem = _problem(outcome, single, draws.layers)
+            problem = _problem(outcome, single)
+            if not problem and draws.layers:
+                problem = _DRAWS.format(
+                    layers=", ".join(draws.layers), calls=await self._name_draws(start, "inside")
+                )
             if not problem:
                 with _in_double(self._roots, self._objects):
                     outcome, exact = await self._record(self._run, merged=True)
@@ -126,12 +148,43 @@ class Verifier:
         outcome, parallel = await self._record(self._run_parallel, merged=False)
         if outcome.error is not None and not isinstance(outcome.error, StepsDone):
             return outcome, {}
-        rows = self._ranks.gather_bytes(_digests(parallel, self._trial.num_steps))
-        report = self._certificate(parallel, single, exact, rows) if self._ranks.rank == 0 else {}
+        digests = b"".join(step.digest for step in parallel[: self._trial.num_steps])
+        rows = self._ranks.gather_bytes(digests.ljust(DIGEST_BYTES * self._trial.num_steps, b"\0"))
+        if self._ranks.rank:
+            return Outcome(None, []), {}
+        report = self._certificate(parallel, single, exact, rows)
+        await self._check_draws(start, parallel, single, report["certificate"]["parted"])
         return Outcome(None, []), report
 
+    async def _name_draws(self, start: Snapshot, where: str) -> str:
+        """Run the cell once more on a single device, to see which calls draw random numbers; say which."""
+        draws = Draws(self._objects.models)
+        with draws.watching(calls=True):
+            await self._record(self._run, merged=True)
+        start.restore()
+        calls: list[str] = getattr(draws, where)
+        return f" ({', '.join(calls[:3])})" if calls else ""
+
+    async def _check_draws(
+        self, start: Snapshot, parallel: list[Step], single: list[Step], parted: dict[str, Any] | None
+    ) -> None:
+        """Refuse to call a cell wrong that draws as many random numbers as it has samples: ranks draw others then."""
+        steps = zip(parallel, single, strict=False)
+        for number, (mine, theirs) in enumerate(steps, start=1):
+            if parted is None or number > parted["step"] or parted["kind"] == "ranks":
+                return
+            apart = [name for name, position in theirs.random.items() if mine.random[name] != position]
+            if apart:
+                start.restore()
+                calls = await self._name_draws(start, "outside") if "torch" in apart else ""
+                raise RefusedError(
+                    f"The cell cannot be verified: up to step {number} it draws other random numbers from "
+                    f"{' and '.join(apart)} under the strategy than on a single device{calls}, as it draws by the "
+                    "number of samples that a rank has. Switch that off for the trial, or use --split model."
+                )
+
     async def _record(self, run: Run, *, merged: bool) -> tuple[Outcome, list[Step]]:
-        recorder = StepRecorder(self._objects.models, self._trial.num_steps)
+        recorder = StepRecorder(self._objects.models, self._trial.num_steps, values=self._ranks.rank == 0)
         with _merged_loaders(self._batches_per_step if merged else 1):
             outcome = await run(recorder.recording())
         self._coarsest = max(self._coarsest, recorder.coarsest, key=lambda dtype: torch.finfo(dtype).eps)
@@ -168,6 +221,11 @@ class Verifier:
         notes = []
         if self._drops:
             notes.append("dropout was switched off")
+        if self._unknown:
+            listed = ", ".join(self._unknown[:5]) + (", ..." if len(self._unknown) > 5 else "")
+            notes.append(
+                f"what the cell has changed in these stays changed, as they cannot be looked into: {listed}"
+            )
         if self._without_exact:
             notes.append(f"there is no float64 run to take the tolerance from: {self._without_exact}")
         if self._batches_per_step > 1:
@@ -196,17 +254,18 @@ def _batches_per_step(spec: StrategySpec, objects: Objects) -> int:
     return count
 
 
-def _problem(outcome: Outcome, steps: list[Step], draws: Sequence[str] = ()) -> str:
+_DRAWS = (
+    "{layers} draws random numbers while it runs{calls}, and each rank draws others. Switch that off for the trial, or "
+    "make it a layer such as nn.Dropout, which is switched off here."
+)
+
+
+def _problem(outcome: Outcome, steps: list[Step]) -> str:
     """Say why a single-device run is nothing to compare with; "" when it is."""
     if outcome.error is not None and not isinstance(outcome.error, StepsDone):
         return f"on a single device it raised {type(outcome.error).__name__}: {outcome.error}"
     if not steps:
         return "on a single device it made no optimizer step."
-    if draws:
-        return (
-            f"{', '.join(draws)} draws random numbers while it runs (a functional dropout, noise), and each rank draws "
-            "others. Switch that off for the trial, or make it a layer such as nn.Dropout, which is switched off here."
-        )
     return ""
 
 
@@ -214,22 +273,10 @@ def _other_number(exact: Sequence[Step], single: Sequence[Step]) -> str:
     return "" if len(exact) == len(single) else f"it made {len(exact)} steps instead of {len(single)}"
 
 
-def _digests(steps: list[Step], num_steps: int) -> bytes:
-    """Return 16 bytes a step that tell the state after it; of steps that were not made, zeros."""
-    found = []
-    for step in steps[:num_steps]:
-        digest = hashlib.blake2b(digest_size=16)
-        for name, tensor in sorted(step.state.items()):
-            digest.update(name.encode())
-            digest.update(tensor.numpy().tobytes())
-        found.append(digest.digest())
-    return b"".join(found).ljust(16 * num_steps, b"\0")
-
-
 def _apart(rows: list[bytes], count: int) -> dict[str, Any] | None:
     """Return the first step after which a rank has another state than rank 0."""
     for step in range(count):
-        parts = [row[16 * step : 16 * step + 16] for row in rows]
+        parts = [row[DIGEST_BYTES * step :][:DIGEST_BYTES] for row in rows]
         different = [rank for rank, part in enumerate(parts) if part != parts[0]]
         if different:
             return {
