@@ -178,7 +178,7 @@ class Membership:
         if isinstance(reply, Done):
             value = reply.value
             worker.pid, worker.store_port, worker.epoch = value["pid"], value["store_port"], value["epoch"]
-            worker.seen = time.time()
+            worker.seen = time.monotonic()
             self.epoch = max(self.epoch, worker.epoch)
             worker.rank = value["rank"]
             self.communication = value["transport"] or self.communication
@@ -302,13 +302,13 @@ class Membership:
         with self._changed:
             if number < len(self.workers):
                 self.workers[number].alive = True
-                self.workers[number].seen = time.time()
+                self.workers[number].seen = time.monotonic()
             self._changed.notify_all()
 
     def heard(self, number: int) -> None:
         """Take the news that an engine told something."""
         if number < len(self.workers):
-            self.workers[number].seen = time.time()
+            self.workers[number].seen = time.monotonic()
 
     def died(self, number: int, *, during_run: bool) -> None:
         """Take the news that an engine is gone; a new process takes its place."""

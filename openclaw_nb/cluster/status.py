@@ -49,7 +49,7 @@ class StatusReader:
         """Return the record of one worker."""
         reading = self._reading(worker)
         if worker.state == "idle":
-            worker.seen = time.time()  # it has nothing to tell, but its process is there
+            worker.seen = time.monotonic()  # it has nothing to tell, but its process is there
         return DeviceStatus(
             id=worker.device.id,
             worker=worker.id,
@@ -63,5 +63,5 @@ class StatusReader:
             power=reading.power_watts,
             pid=worker.pid,
             work=work,
-            seen=worker.seen,
+            seen=time.time() - (time.monotonic() - worker.seen),  # right also when the host's clock was set
         )

@@ -14,7 +14,7 @@ class Worker:
 
     ``number`` is its engine id and its rank order; ``busy_with`` is the run that it has not left although
     the person got the prompt back, or "". ``epoch`` is its group's and ``rank`` its own there when it last said so;
-    ``seen`` is when it last told anything.
+    ``seen`` is when it last told anything, by the clock that only grows.
     """
 
     number: int
@@ -25,7 +25,7 @@ class Worker:
     busy_with: str = ""
     epoch: int = 0
     rank: int = 0
-    seen: float = field(default_factory=time.time)
+    seen: float = field(default_factory=time.monotonic)
 
     @property
     def id(self) -> str:

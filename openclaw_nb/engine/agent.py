@@ -352,6 +352,6 @@ def failure(
         traceback=lines,
         consequence=consequence,
         interrupted=interrupted,
-        at=time.time(),
+        at=time.monotonic(),
         value=value or {},
     )

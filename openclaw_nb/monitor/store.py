@@ -11,7 +11,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
@@ -120,6 +120,8 @@ class RunHistory:
         In the order of their numbers.
     straggler : Straggler or None
         Who is waited for now, if anybody is for more than a tenth of the time.
+    silent : tuple of int
+        Workers that take part, see `Monitor.expect`, and have told nothing: they are in none of the above.
     """
 
     run_id: str
@@ -133,6 +135,7 @@ class RunHistory:
     rates: Curve
     workers: tuple[WorkerHistory, ...]
     straggler: Straggler | None
+    silent: tuple[int, ...] = ()
 
 
 class Series:
@@ -302,6 +305,7 @@ class _RunLog:
         self._loss, self._rates = Series(points), Series(points)
         self._workers: dict[int, _WorkerLog] = {}
         self._straggler: Straggler | None = None
+        self.expected: frozenset[int] = frozenset()
 
     def take(self, event: Measured, now: float) -> None:
         if self._started is None:
@@ -344,6 +348,7 @@ class _RunLog:
             rates=self._rates.curve(),
             workers=workers,
             straggler=self._straggler,
+            silent=tuple(sorted(self.expected - self._workers.keys())),
         )
 
     def _mean_rate(self, samples: int) -> float | None:
@@ -422,6 +427,12 @@ class Monitor:
                     self._runs.popitem(last=False)
             self._runs[event.run_id].take(event, self._clock())
             self._version += 1
+
+    def expect(self, run_id: str, workers: Iterable[int]) -> None:
+        """Take note of which workers take part in a run, so that one that tells nothing can be named."""
+        with self._lock:
+            if run_id in self._runs:
+                self._runs[run_id].expected = frozenset(workers)
 
     def latest(self, *, worker_curves: bool = True) -> RunHistory | None:
         """Return what is known of the run that began last, or None when nothing was measured.

@@ -53,6 +53,11 @@ def describe_run(history: RunHistory, *, each_worker: bool = True) -> list[str]:
     if nans:
         step, worker = min(nans)
         lines.append(f"the loss is not finite from step {step} on, first on the samples of worker {worker}")
+    if history.silent:
+        names = ", ".join(map(str, history.silent))
+        lines.append(
+            f"nothing was told by worker {names}: steps, samples and samples/s are those of the others."
+        )
     if history.lost:
         lines.append(
             f"{_counted(history.lost, 'measurement')} did not arrive: steps, samples and samples/s lack them."

@@ -145,7 +145,11 @@ def _show_figure(monitor: Monitor, master: MasterNode) -> None:
     """Leave a figure of the run in the cell, if it made steps that can be drawn."""
     from openclaw_nb.notebook.figures import show_run
 
-    history = monitor.history(master.last_run.run_id) if master.last_run is not None else None
+    run = master.last_run
+    if run is None:
+        return
+    monitor.expect(run.run_id, run.ranks.values())
+    history = monitor.history(run.run_id)
     if history is not None and history.steps >= 2:
         show_run(history)
 

@@ -156,7 +156,7 @@ class Failed:
     """The command could not be carried out, or the cell raised.
 
     ``consequence`` is True when the error is only what another rank's failure did to this one;
-    ``at`` is the worker's clock (seconds since the epoch) when it was raised.
+    ``at`` is when it was raised, in seconds of the host's clock that only grows.
     """
 
     error_type: str
@@ -213,8 +213,8 @@ class Measured:
     ``samples`` are this worker's own, ``loss`` the newest global loss or None, ``seconds`` what its time went to
     (data, compute, wait, transfer), ``num_bytes`` what it gave into reductions, ``drift`` how far its parameters
     were from the average when they were averaged last, relative to it, ``first_nan`` the first step whose loss was not
-    finite on this worker's own samples. ``seq`` counts the events of a run from 1; one that stands for several
-    (``count``) has the last one's.
+    finite on this worker's own samples. ``at`` is in seconds of the host's clock that only grows. ``seq`` counts the
+    events of a run from 1; one that stands for several (``count``) has the last one's.
     """
 
     worker: int

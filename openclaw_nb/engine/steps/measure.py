@@ -33,7 +33,6 @@ class Publisher:
         self._first_nan: int | None = None
         self._drift: float | None = None
         self._sent = 0.0
-        self._clock_offset = time.time() - time.monotonic()  # the host's clock may be set while the cell runs
         self.clock = StepClock()
 
     def batch(self, num_samples: int) -> None:
@@ -71,7 +70,7 @@ class Publisher:
             worker=self._worker,
             run_id=self._run_id,
             seq=self._seq,
-            at=self._clock_offset + time.monotonic(),
+            at=time.monotonic(),
             steps=self._steps,
             samples=self._samples,
             loss=self._loss,

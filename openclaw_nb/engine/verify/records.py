@@ -129,7 +129,7 @@ def _digest(state: Mapping[str, Tensor]) -> bytes:
     digest = hashlib.blake2b(digest_size=DIGEST_BYTES)
     for name, tensor in sorted(state.items()):
         digest.update(name.encode())
-        digest.update(memoryview(tensor.contiguous().reshape(-1).view(torch.uint8).numpy()))
+        digest.update(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data)
     return digest.digest()
 
 

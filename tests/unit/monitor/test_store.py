@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+import random
 import threading
 
 import pytest
@@ -139,6 +140,45 @@ def test_a_clock_that_is_set_back_gives_no_negative_rate() -> None:
     assert history.rate == pytest.approx(64.0)
     assert all(y > 0 for y in history.rates.y)
     assert list(history.rates.x) == sorted(history.rates.x)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_whatever_times_are_told_rates_are_rates(seed: int) -> None:
+    """Times jump by up to a day, stand still or go back; a straggler is told only by what ranks waited."""
+    draw = random.Random(seed)
+    monitor, now = Monitor(clock := Clock()), {0: 0.0, 1: 0.0}
+    for n in range(1, 200):
+        worker = n % 2
+        jump = draw.choice([0.0, 0.0, 0.5, 0.5, 0.5, -86400.0, 86400.0, 1e-300])
+        now[worker] += jump
+        clock.now += 0.25
+        spent = {"compute": 0.3 - 0.2 * worker, "wait": 0.2 * worker}  # worker 1 waits for worker 0
+        monitor.take(event((n + 1) // 2, now[worker], worker=worker, seconds=spent))
+        history = monitor.latest()
+        assert history is not None
+        rates = [
+            history.rate,
+            history.mean_rate,
+            *(r for w in history.workers for r in (w.rate, w.mean_rate)),
+        ]
+        rates += [*history.rates.y, *(y for w in history.workers for y in w.rates.y)]
+        assert all(rate is None or (rate >= 0 and math.isfinite(rate)) for rate in rates)
+        assert list(history.rates.x) == sorted(history.rates.x)
+    assert history.samples == 199 * 64
+    assert history.straggler is not None
+    assert history.straggler.worker == 0
+
+
+def test_who_takes_part_and_tells_nothing_is_named() -> None:
+    monitor = told(*(event(n, float(n)) for n in range(1, 11)))
+    monitor.expect("run-1", [0, 2, 1])
+    monitor.expect("another", [7])
+    history = monitor.latest()
+    assert history is not None
+    assert history.silent == (1, 2)
+    assert (history.samples, history.rate) == (640, pytest.approx(64.0))
+    monitor.take(event(1, 11.0, worker=2))
+    assert monitor.latest().silent == (1,)  # type: ignore[union-attr]
 
 
 def test_the_global_loss_is_heard_once_a_step() -> None:

@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 import xml.etree.ElementTree as ElementTree
+from dataclasses import replace
 
 import pytest
 
@@ -81,6 +82,16 @@ def test_one_worker_without_loss_in_words() -> None:
 def test_lost_measurements_are_said() -> None:
     words = describe_run(history(3, 1, skipped=2), each_worker=False)
     assert words[-1] == "2 measurements did not arrive: steps, samples and samples/s lack them."
+
+
+def test_a_worker_that_told_nothing_is_named_and_everything_is_drawn() -> None:
+    quiet = replace(history(num_workers=2), silent=(2, 5))
+    bundle = run_figure(quiet)
+    said = "nothing was told by worker 2, 5: steps, samples and samples/s are those of the others."
+    assert said in bundle["text/plain"]
+    assert said in bundle["text/html"]
+    assert "10 steps, 1,280 samples" in bundle["text/plain"]
+    assert len(drawings(bundle["text/html"])) == len(drawings(run_figure(history())["text/html"]))
 
 
 def test_of_many_workers_the_slowest_and_the_fastest_are_named() -> None:
