@@ -267,13 +267,21 @@ class SharedMemory:
         can = total <= self._size or self._grow(total)
         replies = [_REPLY.unpack(reply) for reply in self.mesh.exchange(_REPLY.pack(total, can))]
         check_sizes([size for size, _ in replies])
-        if not all(able for _, able in replies):
+        if not all(able for _, able in replies) or (total > self._size and not self._map(total)):
             os.ftruncate(self._files[self.mesh.rank], self._size)
             return None
-        if total > self._size:
-            self._maps = [mmap.mmap(file, total) for file in self._files]
-            self._size = total
         return [[self._place(layout, start) for start in starts] for layout, starts in _starts(layouts)]
+
+    def _map(self, size: int) -> bool:
+        """Map every rank's memory; return whether all ranks could, else none has."""
+        try:
+            maps = [mmap.mmap(file, size) for file in self._files]
+        except OSError:  # a limit of the process, such as that of its address space
+            maps = []
+        if set(self.mesh.exchange(bytes([bool(maps)]))) != {b"\1"}:
+            return False
+        self._maps, self._size = maps, size
+        return True
 
     def _grow(self, size: int) -> bool:
         if size * self.mesh.size > _MEMORY_SHARE * available_memory_bytes():

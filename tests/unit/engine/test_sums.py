@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import resource
 from collections.abc import Callable
 from typing import Any
 
+import psutil
 import pytest
 import torch
 
@@ -100,6 +102,45 @@ def test_too_little_memory_on_one_rank_leaves_the_backend_to_all(monkeypatch: py
     def body(group: ReleasableGroup, memory: SharedMemory) -> list[type]:
         kinds = [type(make_sums(group, memory, [Layout(100, torch.float32, CPU)])[0]) for _ in range(2)]
         return kinds
+
+    assert on_host(body, 2) == [[BackendSum, SharedSum]] * 2
+
+
+@pytest.mark.parametrize("limit", ["FSIZE", "AS"])
+def test_a_limit_of_the_process_leaves_the_backend_to_all(limit: str) -> None:
+    """What the system refuses is an error, not a signal: files may not be so large, or not be mapped."""
+    large, name = [Layout(2**26, torch.float32, CPU)], getattr(resource, f"RLIMIT_{limit}")
+    before = resource.getrlimit(name)
+    allowed = 2**20 if limit == "FSIZE" else psutil.Process().memory_info().vms + 2**28
+
+    def body(group: ReleasableGroup, memory: SharedMemory) -> list[Any]:
+        few = make_sums(group, memory, [Layout(10, torch.float32, CPU)])[0]
+        many = memory.lay_out(large)
+        few.inputs[0].fill_(1.0)  # it has kept its memory
+        few.start(0, 0).wait()
+        return [many, float(few.result.sum())]
+
+    resource.setrlimit(name, (allowed, before[1]))
+    try:
+        assert on_host(body, 2) == [[None, 20.0]] * 2
+    finally:
+        resource.setrlimit(name, before)
+    assert on_host(lambda group, memory: type(make_sums(group, memory, large)[0]), 2) == [SharedSum] * 2
+
+
+def test_memory_that_one_rank_cannot_map_leaves_the_backend_to_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    real, refused = module.mmap.mmap, []
+
+    def map_memory(file: int, size: int) -> Any:
+        if not refused:
+            refused.append(size)
+            raise OSError(12, "Cannot allocate memory")
+        return real(file, size)
+
+    monkeypatch.setattr(module.mmap, "mmap", map_memory)
+
+    def body(group: ReleasableGroup, memory: SharedMemory) -> list[type]:
+        return [type(make_sums(group, memory, [Layout(100, torch.float32, CPU)])[0]) for _ in range(2)]
 
     assert on_host(body, 2) == [[BackendSum, SharedSum]] * 2
 
