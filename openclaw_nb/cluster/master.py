@@ -384,9 +384,16 @@ class MasterNode:
 
         Raises
         ------
+        UsageError
+            For steps to verify that are no count, or without a strategy.
         NotStartedError, ClusterError
             When there is no cluster, or a rank is still busy, or another cell runs.
         """
+        if verify_steps < 0 or (verify_steps and strategy is None):
+            raise UsageError(
+                f"verify_steps is {verify_steps} with {'a' if strategy else 'no'} strategy: give a strategy and at "
+                "least 1 step, or 0 to run the cell."
+            )
         members = self._members
         self._refuse_while_a_cell_runs()
         members.ensure_ready(on_wait)

@@ -122,7 +122,7 @@ class LiveOutput:
             self._status = None
             self.refresh(force=True)
             while self._canvas.unfinished:
-                time.sleep(_DRAWN_AT_ONCE / _CHARS_PER_SECOND)
+                time.sleep(max(0.0, self._not_before - self._clock()))  # longer after a large display
                 self.refresh(force=True)
 
     def _picture(self, now: float) -> Picture:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from openclaw_nb.core.errors import UsageError
 from openclaw_nb.notebook.certificate import Certificate
 from openclaw_nb.protocol.messages import StrategySpec
 
@@ -117,6 +118,15 @@ def test_several_batches_a_step_equal_a_larger_batch(lab: Lab) -> None:
     certificate = verify(lab, SETUP, options={"sync_frequency": 3})
     assert certificate.passed, certificate
     assert any("3 batches at once" in note for note in certificate.notes)
+
+
+def test_a_number_of_steps_that_is_none_is_refused_before_anything_runs(lab: Lab) -> None:
+    spec = StrategySpec(name="data_parallel")
+    with pytest.raises(UsageError, match="verify_steps is -1 with a strategy"):
+        lab.master.run_cell("ran = True", strategy=spec, targets=range(NUM_RANKS), verify_steps=-1)
+    with pytest.raises(UsageError, match="verify_steps is 3 with no strategy"):
+        lab.master.run_cell("ran = True", targets=range(NUM_RANKS), verify_steps=3)
+    lab.good("assert 'ran' not in globals()", targets=range(NUM_RANKS))
 
 
 def test_more_steps_than_the_cell_has(lab: Lab) -> None:

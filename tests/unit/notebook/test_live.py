@@ -347,3 +347,29 @@ def test_a_real_kernel_saves_the_final_state() -> None:
         "[rank 1]\n42",
     ]
     assert outputs[2].data["text/html"] == "<b>100%</b>"
+
+
+def test_large_displays_at_the_end_never_go_faster_than_the_server_passes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Jupyter's server counts three seconds together, and drops what goes beyond 1 MB/s in them."""
+    clock = Clock()
+    sent: list[tuple[float, int]] = []
+
+    class Scale:
+        def show(self, slot: int, data: dict[str, Any], metadata: dict[str, Any]) -> None:
+            sent.append((clock.now, sum(len(value) for value in data.values())))
+
+        update = show
+
+    monkeypatch.setattr(time, "sleep", lambda seconds: setattr(clock, "now", clock.now + seconds))
+    output = LiveOutput(4, range(4), Scale(), clock)
+    for rank in range(4):
+        for number in range(3):
+            output.feed(
+                rank, ["display", {"image/png": f"{rank} {number}" + "A" * 1_200_000}, {}, None, False]
+            )
+    output.finish()
+    assert sum(size > 1_200_000 for _, size in sent) == 12
+    for begin, _ in sent:
+        assert sum(size for at, size in sent if begin <= at < begin + 3) < 3_000_000
