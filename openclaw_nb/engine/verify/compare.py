@@ -37,7 +37,7 @@ _MOST = {"loss": 3.0, "gradient": 3.0, "state": 30.0}
 # Nor is, in any dtype, this part of a value: half a gradient, or twice of it, must show.
 _MOST_OF_ALL = 1 / 3
 _COARSE_UNIT = 1e-4
-# A gradient that is this small in float64 is zero, as of a bias before a BatchNorm: in float32 it is all noise.
+# A value of a gradient that is this small in float64 is zero.
 _ZERO = 1e-10
 
 
@@ -82,9 +82,9 @@ def certificate(
     """
     limits = _Limits(dtype, num_samples)
     rows: list[dict[str, Any]] = []
-    idle = set() if exact is None else _without_influence(exact)
-    parallel, single = _without(idle, parallel), _without(idle, single)
-    exact = None if exact is None else _without(idle, exact)
+    if exact is not None:
+        idle = _without_influence(single, exact)
+        parallel, single, exact = (_without(idle, steps) for steps in (parallel, single, exact))
     no_exact = ""
     if (
         exact
@@ -114,24 +114,31 @@ def certificate(
     }
 
 
-def _without_influence(steps: Sequence[Step]) -> set[str]:
-    """Return the parameters whose gradient is zero in all steps."""
-    largest = max((_size(g) for step in steps for g in step.gradients.values()), default=0.0)
-    names = {name for step in steps for name in step.gradients}
-    return {
-        n for n in names if all(_size(s.gradients[n]) < _ZERO * largest for s in steps if n in s.gradients)
-    }
+def _without_influence(single: Sequence[Step], exact: Sequence[Step]) -> dict[str, Tensor]:
+    """Say which values of which parameters have a gradient that is zero in float64 and noise otherwise, in all steps.
+
+    Such as a bias before a BatchNorm, and of an attention's biases that of the keys. Where it is zero in all runs, as
+    of an embedding's unused rows, there is no noise, and they are compared.
+    """
+    largest = max((_size(g) for step in exact for g in step.gradients.values()), default=0.0)
+    idle: dict[str, Tensor] = {}
+    noisy: dict[str, Tensor] = {}
+    for mine, theirs in zip(single, exact, strict=False):
+        for name in mine.gradients.keys() & theirs.gradients.keys():
+            small = theirs.gradients[name].abs() < _ZERO * largest
+            idle[name] = idle[name] & small if name in idle else small
+            nonzero = mine.gradients[name] != 0
+            noisy[name] = noisy[name] | nonzero if name in noisy else nonzero
+    return {name: mask & noisy[name] for name, mask in idle.items() if bool((mask & noisy[name]).any())}
 
 
-def _without(names: set[str], steps: Sequence[Step]) -> list[Step]:
-    return [
-        Step(
-            step.loss,
-            {n: g for n, g in step.gradients.items() if n not in names},
-            {n: t for n, t in step.state.items() if n not in names},
-        )
-        for step in steps
-    ]
+def _without(idle: Mapping[str, Tensor], steps: Sequence[Step]) -> list[Step]:
+    """Return the steps with these values set to zero."""
+
+    def cleared(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return {name: t.masked_fill(idle[name], 0.0) if name in idle else t for name, t in tensors.items()}
+
+    return [Step(step.loss, cleared(step.gradients), cleared(step.state)) for step in steps]
 
 
 def _differences(one: Step, other: Step, with_loss: bool) -> dict[str, Difference]:
@@ -144,7 +151,8 @@ def _differences(one: Step, other: Step, with_loss: bool) -> dict[str, Differenc
 
 
 def _is_finite(step: Step) -> bool:
-    return math.isfinite(step.loss) and all(bool(g.isfinite().all()) for g in step.gradients.values())
+    tensors = (*step.gradients.values(), *step.state.values())
+    return math.isfinite(step.loss) and all(bool(tensor.isfinite().all()) for tensor in tensors)
 
 
 def _same(one: float, other: float) -> bool:

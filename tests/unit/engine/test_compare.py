@@ -57,6 +57,25 @@ def test_a_parameter_without_influence_is_left_out() -> None:
     assert compare(record(idle=0.1), record(idle=-0.1), None)["parted"] is not None
 
 
+def part_idle(noise: float, others: float = 1.0) -> list[Step]:
+    """A bias of which the middle has no influence, as that of an attention's keys."""
+    gradient = torch.tensor([others, noise, others], dtype=torch.float64)
+    return [Step(loss=1.0, gradients={"bias": gradient}, state={"bias": gradient.sign()})]
+
+
+def test_of_a_parameter_the_values_without_influence_are_left_out() -> None:
+    exact = part_idle(1e-17)
+    assert compare(part_idle(-1e-8), part_idle(1e-8), exact)["parted"] is None
+    found = compare(part_idle(-1e-8, others=1.1), part_idle(1e-8), exact)["parted"]
+    assert (found["kind"], found["name"]) == ("gradient", "bias")
+
+
+def test_values_that_are_zero_in_all_runs_are_compared() -> None:
+    """As an embedding's rows that no sample names: there is no noise that would excuse a difference."""
+    found = compare(part_idle(0.5), part_idle(0.0), part_idle(0.0))["parted"]
+    assert found["name"] == "bias"
+
+
 def test_a_gradient_that_one_side_lacks_is_told() -> None:
     lacking = record()
     del lacking[0].gradients["weight"]
