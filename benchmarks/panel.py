@@ -23,9 +23,9 @@ from lab import Lab, Notebook, wait_until
 
 _ROUNDS = 3
 _TURNS = 2
-_SECONDS = 10.0
+_SECONDS = 20.0
 _LONG_SECONDS = 60.0
-_SETTLING_SECONDS = 10.0  # JupyterLab goes on loading after it shows a notebook
+_SETTLING_SECONDS = 15.0  # JupyterLab goes on loading after it shows a notebook
 
 _SET_UP = """
 %load_ext openclaw_nb
@@ -123,12 +123,12 @@ _WATCH_OURS = """() => {
   window.__lags = [];
   let last = "";
   new MutationObserver(() => {
-    const found = (document.querySelector(".oc-panel")?.innerText ?? "").match(/→ ([\\d.]+)/);
+    const found = (document.querySelector(".oc-panel")?.textContent ?? "").match(/→ ([\\d.]+)/);
     if (!found || found[1] === last) return;
     last = found[1];
     const lag = (Date.now() / 1000) % 1000 - parseFloat(last);
     window.__lags.push(lag < -500 ? lag + 1000 : lag);
-  }).observe(document.querySelector(".jp-Notebook"), {subtree: true, childList: true});
+  }).observe(document.querySelector(".jp-Notebook"), {subtree: true, childList: true, characterData: true});
 }"""
 _WATCH_PEER = """() => {
   window.__lags = [];

@@ -74,7 +74,7 @@ class MasterNode:
     Examples
     --------
     >>> with MasterNode() as master:            # doctest: +SKIP
-    ...     master.start_workers([Device.cpu(0), Device.cpu(1)])
+    ...     master.start_workers(list_devices()[:2])
     ...     result = master.run_cell("print(rank)").wait()
     """
 

@@ -19,7 +19,7 @@ import psutil
 from openclaw_nb.core.host import number_in, total_memory_bytes
 
 _SMI_SECONDS = 10.0  # without persistence mode the driver wakes up each GPU first
-_TREE_AGE_SECONDS = 5.0
+_TREE_AGE_SECONDS = 10.0
 _READING_AGE_SECONDS = 0.9  # asked more often, processor time is a few ticks of the clock
 _MIB = 1024**2
 

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, overload
 
 from openclaw_nb.monitor.store import Curve, RunHistory, WorkerHistory
-from openclaw_nb.notebook.svg import COLOURS, STYLE, Labels, Line, line_chart, thin
+from openclaw_nb.notebook.svg import COLOURS, PLOT_WIDTH, STYLE, Labels, Line, line_chart, thin
 from openclaw_nb.notebook.sync import describe_sync, sync_chart, sync_traces
 
 if TYPE_CHECKING:
@@ -99,7 +99,7 @@ def _loss(value: float) -> str:
 # ------------------------------------------------------------------------------------------- as a picture
 
 
-def charts(history: RunHistory, *, each_worker: bool = True, now: bool = False) -> str:
+def charts(history: RunHistory, *, each_worker: bool = True) -> str:
     """Draw samples/s by time, the loss by step, and what each worker's time goes to, as HTML with SVG.
 
     Parameters
@@ -108,16 +108,34 @@ def charts(history: RunHistory, *, each_worker: bool = True, now: bool = False) 
         What to draw.
     each_worker : bool
         Draw a line a worker beside that of all together.
-    now : bool
-        For a moment's look: show what time goes to now, not over the whole run, and draw fewer points.
     """
-    points = _LIVE_POINTS if now else _MAX_POINTS
-    drawn = (
-        _rate_chart(history, each_worker, points)
-        + _loss_chart(history, points)
-        + sync_chart(history, now=now)
-    )
-    return f'<div class="oc-charts">{drawn}</div>'
+    lines = _rate_chart(history, each_worker, _MAX_POINTS) + _loss_chart(history, _MAX_POINTS)
+    return _side_by_side(lines, sync_chart(history, now=False))
+
+
+class LiveCharts:
+    """Draws the charts of a run that goes on, for a moment's look.
+
+    Lines have fewer points, and are drawn anew when they have moved by about a pixel: in the first minutes each time,
+    after an hour every ten seconds. The bars show what time goes to now.
+    """
+
+    def __init__(self) -> None:
+        self._run_id = ""
+        self._drawn_at = 0.0
+        self._lines = ""
+
+    def draw(self, history: RunHistory) -> str:
+        """Return the charts as HTML with SVG."""
+        pixel = history.seconds / PLOT_WIDTH
+        if history.run_id != self._run_id or history.seconds - self._drawn_at >= pixel:
+            self._run_id, self._drawn_at = history.run_id, history.seconds
+            self._lines = _rate_chart(history, False, _LIVE_POINTS) + _loss_chart(history, _LIVE_POINTS)
+        return _side_by_side(self._lines, sync_chart(history, now=True))
+
+
+def _side_by_side(*drawn: str) -> str:
+    return f'<div class="oc-charts">{"".join(drawn)}</div>'
 
 
 def _rate_chart(history: RunHistory, each_worker: bool, max_points: int) -> str:

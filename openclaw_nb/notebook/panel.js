@@ -1,4 +1,4 @@
-// The panel in the front end: three parts of HTML that the kernel draws, each replaced when it changes, and two
+// The panel in the front end: three parts of HTML that the kernel draws, of which what differs is changed, and two
 // buttons. Draws nothing while nobody can see it.
 
 const PARTS = ["head", "devices", "measured"];
@@ -83,6 +83,40 @@ function buttonRow(model) {
   return { row, update };
 }
 
+/** Make a node like another where they differ: the rest is not painted again, and keeps its focus and scroll. */
+function patch(node, wanted) {
+  if (node.nodeName !== wanted.nodeName) {
+    node.replaceWith(wanted);
+  } else if (node.nodeType === Node.TEXT_NODE) {
+    if (node.data !== wanted.data) node.data = wanted.data;
+  } else {
+    patchAttributes(node, wanted);
+    patchChildren(node, wanted);
+  }
+}
+
+function patchAttributes(node, wanted) {
+  for (const { name } of [...node.attributes]) {
+    if (!wanted.hasAttribute(name)) node.removeAttribute(name);
+  }
+  for (const { name, value } of wanted.attributes) {
+    if (node.getAttribute(name) !== value) node.setAttribute(name, value);
+  }
+}
+
+function patchChildren(node, wanted) {
+  const before = [...node.childNodes];
+  const after = [...wanted.childNodes];
+  after.forEach((child, place) => (place < before.length ? patch(before[place], child) : node.append(child)));
+  before.slice(after.length).forEach((child) => child.remove());
+}
+
+function parsed(html) {
+  const template = document.createElement("template");
+  template.innerHTML = html;
+  return template.content;
+}
+
 function render({ model, el }) {
   const panel = document.createElement("div");
   panel.className = "oc-panel";
@@ -97,7 +131,7 @@ function render({ model, el }) {
   let seen = true;
   const draw = () => {
     if (!seen) return;
-    for (const part of stale) elements[part].innerHTML = model.get(part);
+    for (const part of stale) patchChildren(elements[part], parsed(model.get(part)));
     stale.clear();
   };
   const listeners = PARTS.map((part) => [

@@ -22,6 +22,7 @@ from openclaw_nb.cluster.run import CellRun, RunResult
 from openclaw_nb.core.errors import NotStartedError
 from openclaw_nb.monitor.store import Monitor
 from openclaw_nb.notebook.cellrun import blocks_kernel
+from openclaw_nb.notebook.figures import LiveCharts
 from openclaw_nb.notebook.panel_html import PanelView, Picture, draw
 from openclaw_nb.notebook.panel_screen import NotebookScreen, Screen
 
@@ -115,6 +116,7 @@ class Panel:
         self.interval_seconds = interval_seconds
         self._last = PanelView()
         self._sent: Picture | None = None
+        self._charts = LiveCharts()
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
         self._lock = threading.RLock()
@@ -138,7 +140,7 @@ class Panel:
 
     def picture(self) -> Picture:
         """Return the panel as it is now."""
-        return draw(self.view())
+        return draw(self.view(), self._charts)
 
     def refresh(self) -> bool:
         """Draw the panel anew if it has been displayed and looks different; return whether it did."""

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from openclaw_nb.cluster.status import DeviceStatus
 from openclaw_nb.core.text import size_text
 from openclaw_nb.monitor.store import RunHistory
-from openclaw_nb.notebook.figures import charts, describe_run, rate_text
+from openclaw_nb.notebook.figures import LiveCharts, charts, describe_run, rate_text
 from openclaw_nb.notebook.svg import STYLE
 
 NOTHING = "–"
@@ -130,12 +130,12 @@ class Picture:
         return {"text/html": self.html, "text/plain": self.text}
 
 
-def draw(view: PanelView) -> Picture:
-    """Draw a view."""
+def draw(view: PanelView, live: LiveCharts | None = None) -> Picture:
+    """Draw a view; ``live`` draws the charts of a run that goes on."""
     return Picture(
         head=_head(view) + _note(view),
         devices=_device_table(view),
-        measured=_measured(view),
+        measured=_measured(view, live or LiveCharts()),
         text=render_text(view),
         run_id=view.run_id,
     )
@@ -168,16 +168,17 @@ def _note(view: PanelView) -> str:
     return f"<p>{html.escape(view.note)}</p>" if view.note else ""
 
 
-def _measured(view: PanelView) -> str:
+def _measured(view: PanelView, live: LiveCharts) -> str:
     if view.history is None:
         return ""
     words = [html.escape(line) for line in describe_run(view.history, each_worker=False)]
     if view.running:
         words[0] += f" · now <strong>{rate_text(view.history.rate)} samples/s</strong>"
+        drawn = live.draw(view.history)
     else:
         words[0] = f"The last cell that measured: {words[0]}"
-    text = "".join(f"<p>{line}</p>" for line in words)
-    return text + charts(view.history, each_worker=False, now=view.running)
+        drawn = charts(view.history, each_worker=False)
+    return "".join(f"<p>{line}</p>" for line in words) + drawn
 
 
 def _device_table(view: PanelView) -> str:

@@ -31,6 +31,9 @@ STYLE = """
 _WIDTH, _HEIGHT = 420, 150
 _LEFT, _RIGHT, _TOP, _BOTTOM = 60, 10, 8, 32
 _BAR_LEFT, _BAR_STEP = 80, 20
+PLOT_WIDTH = _WIDTH - _LEFT - _RIGHT
+"""Of a line chart, in its own units, of which a pixel of the screen is about one."""
+
 _TINY, _HUGE = 1e-300, 1e300  # beyond these, differences are no longer numbers
 _DASHES = ("", "6 3", "2 3", "8 3 2 3")
 
@@ -146,8 +149,12 @@ def thin(xs: Sequence[float], ys: Sequence[float], max_points: int) -> list[Poin
         return list(zip(xs, ys, strict=True))
     size = math.ceil(len(ys) / max(1, (max_points - 2) // 2))
     kept = {0, len(ys) - 1}
+    if math.isnan(sum(ys)):
+        ys_or_gaps: Sequence[float] = [math.inf if y != y else y for y in ys]  # NaN leaves a gap: kept
+    else:
+        ys_or_gaps = ys
     for start in range(0, len(ys), size):
-        stretch = [math.inf if y != y else y for y in ys[start : start + size]]  # NaN leaves a gap: kept
+        stretch = ys_or_gaps[start : start + size]
         kept.update(start + stretch.index(y) for y in (min(stretch), max(stretch)))
     return [(xs[i], ys[i]) for i in sorted(kept)]
 

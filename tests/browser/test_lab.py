@@ -65,7 +65,10 @@ def violations(notebook: Notebook, selector: str) -> list[str]:
 def test_the_panel_moves_and_its_button_stops_a_cell(open_lab: Callable[..., Notebook], dark: bool) -> None:
     notebook = open_lab(dark=dark)
     until_training(notebook)
+    devices = notebook.output(PANEL).get_by_role("group", name="Devices")
+    devices.focus()
     moves(notebook)
+    assert devices.evaluate("element => element === document.activeElement"), "a change takes the focus away"
     assert notebook.output(PANEL).locator("svg").count() >= 3
     assert violations(notebook, ".oc-panel") == []
     button(notebook, "Interrupt the cell").click()

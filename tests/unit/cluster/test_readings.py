@@ -129,6 +129,6 @@ def test_children_are_looked_for_once_in_a_while(python: Start, monkeypatch: pyt
     reader, pid = DeviceReader(clock=lambda: now[0]), python(BUSY_CHILD)
     found = psutil.process_iter
     monkeypatch.setattr(psutil, "process_iter", lambda: looks.append(now[0]) or found())
-    for now[0] in (100.0, 101.0, 104.0, 105.5, 106.0):
+    for now[0] in (100.0, 101.0, 109.0, 110.5, 111.0):
         reader.read_cpu_worker(pid)
-    assert looks == [100.0, 105.5]
+    assert looks == [100.0, 110.5]

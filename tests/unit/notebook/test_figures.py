@@ -10,9 +10,10 @@ from dataclasses import replace
 
 import pytest
 
-from openclaw_nb.monitor.store import Monitor, RunHistory
+from openclaw_nb.monitor.store import Curve, Monitor, RunHistory
 from openclaw_nb.notebook.figures import (
     PLOTLY_MIME,
+    LiveCharts,
     charts,
     describe_run,
     plotly_figures,
@@ -234,3 +235,24 @@ def test_plotly_is_not_imported_for_the_static_figure() -> None:
         "assert not {'plotly', 'torch'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_live_lines_are_drawn_anew_when_they_have_moved_by_a_pixel() -> None:
+    live = LiveCharts()
+    hour = live.draw(history(10, seconds=400.0))
+    assert live.draw(replace(history(10, seconds=400.0), seconds=3605.0, loss=Curve())) == hour
+    assert "No loss was measured" in live.draw(
+        replace(history(10, seconds=400.0), seconds=3615.0, loss=Curve())
+    )
+    other = replace(history(10, seconds=1.0), run_id="run-2")
+    assert live.draw(other) != hour
+    later = live.draw(replace(other, seconds=9.5, loss=Curve()))
+    assert "No loss was measured" in later
+
+
+def test_live_lines_have_fewer_points() -> None:
+    long = history(2000)
+    (live, *_), (still, *_) = (
+        drawings(d) for d in (LiveCharts().draw(long), charts(long, each_worker=False))
+    )
+    assert 50 < len(lines_of(live)[0]) <= 122 < len(lines_of(still)[0])
