@@ -11,6 +11,7 @@ Knows workers, epochs and runs; does not know how anything is shown, nor what a 
 from __future__ import annotations
 
 import contextlib
+import math
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
@@ -35,6 +36,7 @@ from openclaw_nb.core.errors import (
     UsageError,
     unknown_name,
 )
+from openclaw_nb.plan.release import Limits
 from openclaw_nb.protocol.messages import Event, Measured, RunCell, StrategySpec
 
 _STOP_GRACE_SECONDS = 2.0
@@ -107,6 +109,7 @@ class MasterNode:
         self._run: CellRun | None = None
         self._lock = threading.Lock()
         self._listeners: list[Callable[[Event], None]] = []
+        self._limits = Limits()
         self._run_count = 0
         self._run_prefix = new_cluster_id()[:8]  # another owner of the cluster may have counted runs before
         self.last_run: CellRun | None = None
@@ -215,6 +218,7 @@ class MasterNode:
         absent = [w.rank for w in others if w.epoch == epoch and w not in members.silent]
         silent = [worker.number for worker in members.silent]
         run = AdoptedRun(members.door, records, silent, absent, self._on_run_finished, self._tell)
+        run.limits = self._limits
         self._run = self.last_run = run
         run.follow()
 
@@ -404,6 +408,7 @@ class MasterNode:
             self._run_count += 1
             run_id = f"{self._run_prefix}-{self._run_count}"
             run = CellRun(members.door, run_id, ranks, self._on_run_finished, absent)
+            run.limits = self._limits
             self._run = self.last_run = run
         members.mark_running(run_id, ranks.values())
         run.start(
@@ -463,6 +468,28 @@ class MasterNode:
         run.interrupt()
         run.wait(5)
         return True
+
+    def set_timeout(self, communication: float | None = 60.0, computation: float | None = 300.0) -> None:
+        """Limit how long ranks wait in a collective, from now on, also in a cell that runs; without limits at first.
+
+        Past a limit all ranks are released, their variables stay, and the error says who waits where. A cell in
+        which no rank waits for another may compute for as long as it likes.
+
+        Parameters
+        ----------
+        communication : float or None
+            Seconds that all ranks may wait together, as when the network stands still; None for no limit.
+        computation : float or None
+            Seconds that a rank may wait for another which computes: the longest step; None for no limit.
+
+        Raises
+        ------
+        UsageError
+            For a limit that is no positive number.
+        """
+        self._limits = Limits(_limit("communication", communication), _limit("computation", computation))
+        if self._run is not None:
+            self._run.limits = self._limits
 
     def reset(self, replace_busy: bool = False, on_wait: Callable[[str], None] | None = None) -> int:
         """Form a fresh process group; the workers' variables stay.
@@ -587,3 +614,11 @@ class MasterNode:
             self._run.worker_died(number)
         if self._membership is not None:
             self._membership.died(number, during_run=self._run is not None and self._run.running)
+
+
+def _limit(name: str, seconds: object) -> float:
+    if seconds is None:
+        return math.inf
+    if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not seconds > 0:
+        raise UsageError(f"{name}={seconds!r}: give a number of seconds above 0, or None for no limit.")
+    return float(seconds)

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from openclaw_nb.core.errors import MismatchError, WorkerDiedError
-from openclaw_nb.plan.release import GiveUp, Phase, RankView, ReleaseNow, decide, waiting_table
+from openclaw_nb.plan.release import GiveUp, Limits, Phase, RankView, ReleaseNow, decide, waiting_table
 from openclaw_nb.protocol.messages import (
     Command,
     Done,
@@ -126,6 +126,11 @@ class CellRun:
         Called with the result once, on the run's thread, before waiters wake.
     absent : sequence of int
         Ranks of the group that do not run the cell.
+
+    Attributes
+    ----------
+    limits : Limits
+        How long ranks may wait for each other; may be changed while it runs.
     """
 
     def __init__(
@@ -137,6 +142,7 @@ class CellRun:
         absent: Sequence[int] = (),
     ) -> None:
         self.run_id = run_id
+        self.limits = Limits()
         self.ranks = dict(ranks)
         self._channel = channel
         self._on_finished = on_finished
@@ -230,7 +236,7 @@ class CellRun:
             if all(view.phase is not Phase.RUNNING for view in self._views.values()):
                 self._await_late_batches()
                 break
-            decision = decide(self._views, self._since_release())
+            decision = decide(self._views, self._since_release(), self.limits)
             if isinstance(decision, ReleaseNow):
                 self._release(decision.cause)
             elif isinstance(decision, GiveUp):

@@ -5,11 +5,13 @@ Pure: observations in, one decision out. A release needs a positive cause; a ran
     a rank raised, died, or the person interrupted  -> release the others now
     a rank ended its cell, all others wait          -> they wait for it in vain
     all wait, but not in the same call              -> they wait for each other
+    a wait is longer than the person allows          -> whoever computes meanwhile, or the network, is too slow
     released, and out of time                       -> give up on those that are still inside
 """
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -80,6 +82,22 @@ class RankView:
 
 
 @dataclass(frozen=True)
+class Limits:
+    """How long ranks may wait in a collective; for ever, unless the person says otherwise.
+
+    Attributes
+    ----------
+    communication_seconds : float
+        For each other: all of them wait.
+    computation_seconds : float
+        For one that computes.
+    """
+
+    communication_seconds: float = math.inf
+    computation_seconds: float = math.inf
+
+
+@dataclass(frozen=True)
 class KeepWaiting:
     """Nothing to do."""
 
@@ -101,7 +119,9 @@ class GiveUp:
 Decision = KeepWaiting | ReleaseNow | GiveUp
 
 
-def decide(ranks: Mapping[int, RankView], released_seconds: float | None) -> Decision:
+def decide(
+    ranks: Mapping[int, RankView], released_seconds: float | None, limits: Limits | None = None
+) -> Decision:
     """Decide what to do about a running cell.
 
     Parameters
@@ -110,6 +130,8 @@ def decide(ranks: Mapping[int, RankView], released_seconds: float | None) -> Dec
         What is known of each rank.
     released_seconds : float or None
         How long ago the cell was released; None if it was not.
+    limits : Limits, optional
+        How long ranks may wait.
     """
     running = {r: v for r, v in ranks.items() if v.phase is Phase.RUNNING}
     if not running:
@@ -117,6 +139,7 @@ def decide(ranks: Mapping[int, RankView], released_seconds: float | None) -> Dec
     if released_seconds is not None:
         return GiveUp(tuple(running)) if released_seconds > DEADLINE_SECONDS else KeepWaiting()
     cause = _failure(ranks) or _ended(ranks, running) or _mismatch(running)
+    cause = cause or _overdue(running, limits or Limits())
     return ReleaseNow(cause) if cause else KeepWaiting()
 
 
@@ -150,6 +173,27 @@ def _mismatch(running: Mapping[int, RankView]) -> str:
     if 1 not in calls.values():
         return ""  # nobody is alone in a call: slow collectives, of all or of sub-groups
     return "the ranks wait for each other: " + "; ".join(f"rank {r} {v.place}" for r, v in running.items())
+
+
+def _overdue(running: Mapping[int, RankView], limits: Limits) -> str:
+    waiting = {rank: view for rank, view in running.items() if view.call}
+    computing = {rank: view for rank, view in running.items() if not view.call}
+    if not waiting:
+        return ""
+    rank, view = max(waiting.items(), key=lambda item: item[1].waiting_seconds)
+    if computing and view.waiting_seconds > limits.computation_seconds:
+        slow = "; ".join(f"rank {r} {v.place}" for r, v in computing.items())
+        allowed = f"longer than the {limits.computation_seconds:g} s that set_timeout allows (computation)"
+        return f"rank {rank} {view.place} for {allowed}, while {slow}"
+    shortest = min(view.waiting_seconds for view in waiting.values())
+    if not computing and shortest > limits.communication_seconds:
+        allowed = (
+            f"longer than the {limits.communication_seconds:g} s that set_timeout allows (communication)"
+        )
+        return f"all ranks wait for {allowed}: " + "; ".join(
+            f"rank {r} {v.place}" for r, v in waiting.items()
+        )
+    return ""
 
 
 def _share_a_sub_group(running: Mapping[int, RankView]) -> bool:

@@ -11,11 +11,13 @@ import random
 import signal
 import threading
 import time
+from typing import Any
 
 import pytest
 import torch
 
 from openclaw_nb.cluster.run import CellRun, RunResult
+from openclaw_nb.core.errors import UsageError
 from openclaw_nb.protocol.messages import StrategySpec
 
 from .conftest import HANG_SECONDS, Lab, single_device
@@ -212,6 +214,27 @@ def test_a_rank_that_is_only_slow_is_no_cause(lab: Lab) -> None:
     lab.good("import time\ntime.sleep(3.5 if rank == 0 else 0)\ndist.barrier()")
     # Rank 0 waits for rank 1 for two seconds; both leave, and rank 1 ends its cell while rank 0 computes on.
     lab.good("if rank == 1: time.sleep(2.2)\ndist.barrier()\nif rank == 0: time.sleep(2)")
+
+
+def test_a_rank_that_is_slower_than_allowed_is_named_and_the_others_are_free(lab: Lab) -> None:
+    lab.master.set_timeout(communication=30, computation=1.5)
+    try:
+        started = time.monotonic()
+        result = lab.run("import time\nkept = rank\nif rank == 1:\n    time.sleep(50)\ndist.barrier()")
+        assert time.monotonic() - started < 10
+        assert "1.5 s that set_timeout allows (computation)" in result.cause
+        assert "rank 1 computes, line 4" in result.cause
+        assert any("waits in barrier()" in row[1] for row in result.table)
+        lab.good("dist.barrier()\nassert kept == rank")
+        lab.good("import time\ntime.sleep(2.5)")  # nobody waits for anybody
+    finally:
+        lab.master.set_timeout(None, None)
+
+
+@pytest.mark.parametrize("limit", [0, -1, float("nan"), "5", True])
+def test_a_limit_that_is_none_is_refused(lab: Lab, limit: Any) -> None:
+    with pytest.raises(UsageError, match="number of seconds above 0, or None"):
+        lab.master.set_timeout(computation=limit)
 
 
 def test_python_code_that_waits_in_nothing_ends_too(lab: Lab) -> None:

@@ -13,6 +13,7 @@ from openclaw_nb.plan.release import (
     MISMATCH_SECONDS,
     GiveUp,
     KeepWaiting,
+    Limits,
     Phase,
     RankView,
     ReleaseNow,
@@ -134,6 +135,35 @@ def test_a_mismatch_counts_when_all_have_waited_past_the_limit() -> None:
 
 def test_ranks_in_different_calls_may_wait_for_one_that_computes() -> None:
     assert decide(views(waits(9.0), waits(9.0, "recv"), COMPUTES), None) == KeepWaiting()
+
+
+# ---------------------------------------------------------------------------- the person's limits
+
+LIMITS = Limits(communication_seconds=60.0, computation_seconds=300.0)
+
+
+def test_who_computes_longer_than_allowed_is_named() -> None:
+    slow = COMPUTES.located(call="", group="", number=0, waiting_seconds=0.0, line=7, code="sleep()")
+    assert decide(views(waits(300.0, line=3), slow), None, LIMITS) == KeepWaiting()
+    assert decide(views(waits(300.5, line=3), slow), None, LIMITS) == ReleaseNow(
+        "rank 0 waits in barrier(), line 3 for longer than the 300 s that set_timeout allows (computation), while "
+        "rank 1 computes, line 7"
+    )
+
+
+def test_where_nobody_waits_there_is_no_limit() -> None:
+    assert decide(views(COMPUTES, COMPUTES), None, Limits(0.001, 0.001)) == KeepWaiting()
+
+
+def test_all_that_wait_in_the_same_call_are_released_after_the_communication_limit() -> None:
+    assert decide(views(waits(60.0), waits(90.0)), None, LIMITS) == KeepWaiting()
+    decision = decide(views(waits(60.5), waits(90.0)), None, LIMITS)
+    assert isinstance(decision, ReleaseNow)
+    assert decision.cause.startswith("all ranks wait for longer than the 60 s that set_timeout allows")
+
+
+def test_a_computing_rank_is_not_held_to_the_communication_limit() -> None:
+    assert decide(views(waits(200.0), COMPUTES), None, LIMITS) == KeepWaiting()
 
 
 # ------------------------------------------------------------------------------- after a release
