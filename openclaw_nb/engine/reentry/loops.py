@@ -1,0 +1,186 @@
+"""The keeper of a cell's loops: counts their iterations, tells of their heads, and resumes them on a newcomer.
+
+    for x in ITEMS  ──>  for x in keeper.over(0, ITEMS)      the program is `program`'s
+                            ├─ at_head(0)       another rank may have to be let in here
+                            └─ next item        what loaders begin meanwhile belongs to this loop
+
+Knows numbers of loops and passes of loaders; does not know ranks or syntax trees.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass
+class Pass:
+    """One pass of a loader.
+
+    Attributes
+    ----------
+    start : bytes
+        The common random state at its beginning.
+    given : int
+        How many batches the cell has got.
+    """
+
+    start: bytes
+    given: int = 0
+
+
+@dataclass(frozen=True)
+class LoopPlace:
+    """How far a loop is.
+
+    Attributes
+    ----------
+    given : int
+        How many items its body has got.
+    passes : list of Pass
+        The passes of loaders that its head has begun, in that order.
+    """
+
+    given: int
+    passes: list[Pass]
+
+
+class Placeholder:
+    """Stands for a batch that was trained before the newcomer came; no code of the cell gets it."""
+
+
+@dataclass
+class _Loop:
+    given: int = 0
+    passes: list[Pass] = field(default_factory=list)
+    resumed: list[Pass] = field(default_factory=list)
+
+
+class Loops:
+    """The loops of one cell.
+
+    Parameters
+    ----------
+    at_head : callable
+        Told the number of a loop whose next iteration is about to begin, before anything of it has run.
+    on_entered : callable
+        Called once on a newcomer when the loop that it enters is about to give its first item.
+    """
+
+    def __init__(
+        self, at_head: Callable[[int], None], on_entered: Callable[[], None] = lambda: None
+    ) -> None:
+        self._at_head = at_head
+        self._on_entered = on_entered
+        self._loops: dict[int, _Loop] = {}
+        self._inside: list[int] = []
+        self._places: dict[int, LoopPlace] = {}
+        self._entered = -1
+        self._first: set[int] = set()
+
+    # ---------------------------------------------------------------------------- the cell's program
+
+    def over(self, number: int, items: Iterable[Any]) -> Iterator[Any]:
+        """Yield the items of a ``for`` loop; a newcomer's go on where the others' are."""
+        __tracebackhide__ = True
+        iterator = self._begin(number, items)
+        while True:
+            self._at_head(number)
+            try:
+                item = self._next(number, iterator)
+            except StopIteration:
+                return
+            self._loops[number].given += 1
+            yield item
+
+    def resumed(self, number: int, items: Iterable[Any]) -> Iterator[Any]:
+        """Yield a first item for the iteration that is under way, then those that come after it."""
+        __tracebackhide__ = True
+        iterator = self._begin(number, items)
+        self._first.add(number)
+        yield None
+        while True:
+            self._at_head(number)
+            try:
+                item = self._next(number, iterator)
+            except StopIteration:
+                return
+            self._loops[number].given += 1
+            yield item
+
+    def is_first(self, number: int) -> bool:
+        """Whether this iteration of a loop is the one that was under way; True once."""
+        first = number in self._first
+        self._first.discard(number)
+        return first
+
+    def begins(self, number: int) -> bool:
+        """Whether a ``while`` loop is to go on with the iteration that is under way; True once."""
+        if number not in self._places:
+            return False
+        del self._places[number]
+        self._loops[number] = _Loop()
+        self._first.add(number)
+        return True
+
+    def again(self, number: int) -> bool:
+        """Tell of the head of a ``while`` loop; always True."""
+        if number == self._entered:
+            self._enter(number)
+        self._loops.setdefault(number, _Loop())
+        self._at_head(number)
+        return True
+
+    def _begin(self, number: int, items: Iterable[Any]) -> Iterator[Any]:
+        place = self._places.pop(number, None)
+        loop = self._loops[number] = _Loop()
+        if place is not None:
+            loop.resumed = list(place.passes)
+        self._inside.append(number)
+        try:
+            iterator = iter(items)
+            for _ in range(place.given if place is not None else 0):
+                next(iterator)
+                loop.given += 1
+        finally:
+            self._inside.pop()
+        if number == self._entered:
+            self._enter(number)
+        return iterator
+
+    def _enter(self, number: int) -> None:
+        self._entered = -1
+        self._on_entered()
+
+    def _next(self, number: int, iterator: Iterator[Any]) -> Any:
+        self._inside.append(number)
+        try:
+            return next(iterator)
+        finally:
+            self._inside.pop()
+
+    # ------------------------------------------------------------------------------------- loaders
+
+    def begin_pass(self, start: bytes) -> Pass:
+        """Take note of a pass of a loader that begins, and return it."""
+        begun = Pass(start)
+        if self._inside:
+            self._loops[self._inside[-1]].passes.append(begun)
+        return begun
+
+    def resumed_pass(self) -> Pass | None:
+        """Return the pass that a loader which is iterated now has to take up; None for one that is new."""
+        loop = self._loops.get(self._inside[-1]) if self._inside else None
+        return loop.resumed.pop(0) if loop is not None and loop.resumed else None
+
+    # ------------------------------------------------------------------------------------- newcomers
+
+    def places(self, path: Sequence[int]) -> dict[int, LoopPlace]:
+        """Return how far the loops of a path are."""
+        return {n: LoopPlace(self._loops[n].given, self._loops[n].passes) for n in path}
+
+    def resume(self, places: dict[int, LoopPlace], number: int) -> None:
+        """Let the loops go on at these places when they are entered, down to the head of loop ``number``."""
+        self._places = dict(places)
+        self._entered = number
