@@ -23,7 +23,7 @@ from openclaw_nb.cluster.exchange import Exchange
 from openclaw_nb.cluster.files import ClusterFiles
 from openclaw_nb.cluster.guardian import Guardian
 from openclaw_nb.cluster.ipp import Door
-from openclaw_nb.cluster.launch import BACKENDS, check_devices, check_installed, check_words
+from openclaw_nb.cluster.launch import BACKENDS, SET_ENDED, check_devices, check_installed, check_words
 from openclaw_nb.cluster.membership import Membership, Progress
 from openclaw_nb.cluster.ownership import CLUSTER_VARIABLE, end_processes, new_cluster_id
 from openclaw_nb.cluster.run import CellRun, RunResult
@@ -110,6 +110,7 @@ class MasterNode:
         self._lock = threading.Lock()
         self._listeners: list[Callable[[Event], None]] = []
         self._limits = Limits()
+        self._max_retries = 0
         self._run_count = 0
         self._run_prefix = new_cluster_id()[:8]  # another owner of the cluster may have counted runs before
         self.last_run: CellRun | None = None
@@ -402,12 +403,21 @@ class MasterNode:
         self._refuse_while_a_cell_runs()
         members.ensure_ready(on_wait)
         ranks, absent = self._gather_ranks(targets, alone=strategy is not None)
+        recovers = self._recovers(strategy) and not verify_steps
         with self._lock:
             if self._run is not None and self._run.running:
                 raise ClusterError(_BUSY)
             self._run_count += 1
             run_id = f"{self._run_prefix}-{self._run_count}"
-            run = CellRun(members.door, run_id, ranks, self._on_run_finished, absent)
+            run = CellRun(
+                members.door,
+                run_id,
+                ranks,
+                self._on_run_finished,
+                absent,
+                mender=members if recovers else None,
+                max_retries=self._max_retries,
+            )
             run.limits = self._limits
             self._run = self.last_run = run
         members.mark_running(run_id, ranks.values())
@@ -420,9 +430,20 @@ class MasterNode:
                 strategy=strategy,
                 compare_names=strategy is not None and not verify_steps,
                 verify_steps=verify_steps,
+                recovers=recovers,
             )
         )
         return run
+
+    def _recovers(self, strategy: StrategySpec | None) -> bool:
+        """Whether a cell goes on after a death: in data parallel each rank has all that it takes."""
+        return (
+            self._max_retries > 0
+            and strategy is not None
+            and strategy.name == "data_parallel"
+            and strategy.split == "loader"
+            and strategy.options.get("mode", "gradient") == "gradient"
+        )
 
     def _gather_ranks(
         self, targets: Sequence[int] | None, *, alone: bool
@@ -490,6 +511,29 @@ class MasterNode:
         self._limits = Limits(_limit("communication", communication), _limit("computation", computation))
         if self._run is not None:
             self._run.limits = self._limits
+
+    def enable_auto_recovery(self, *, max_retries: int = 3) -> None:
+        """Let data-parallel cells go on when a worker dies, from the next cell on.
+
+        The others repeat the batch of that moment among themselves, so that the parameters are those of the
+        undisturbed run, and a new process takes the place of the one that died when the cell has ended. An error that
+        the cell's own code raises ends it as ever.
+
+        Parameters
+        ----------
+        max_retries : int
+            After how many deaths in a row, without a step in between, a cell goes on; 0 for none.
+
+        Raises
+        ------
+        UsageError
+            For a negative count, or where one death ends all workers (MPI).
+        """
+        if isinstance(max_retries, bool) or not isinstance(max_retries, int) or max_retries < 0:
+            raise UsageError(f"max_retries={max_retries!r}: give a whole number, 0 or more.")
+        if max_retries and not self.replaces_workers:
+            raise UsageError(f"Cells cannot go on after a death here. {SET_ENDED}")
+        self._max_retries = max_retries
 
     def reset(self, replace_busy: bool = False, on_wait: Callable[[str], None] | None = None) -> int:
         """Form a fresh process group; the workers' variables stay.

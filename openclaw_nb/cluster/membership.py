@@ -197,6 +197,14 @@ class Membership:
         if list(self.ranks.values()) != list(numbers):
             self._form(numbers)
 
+    def regroup_running(self, numbers: Sequence[int]) -> dict[int, FormGroup]:
+        """Return how each of these workers joins a group of them while their cell runs, under a new epoch."""
+        with self._forming:
+            members = [worker for worker in self.workers if worker.number in numbers]
+            self.epoch += 1
+            self.ranks = {rank: worker.number for rank, worker in enumerate(members)}
+            return {worker.number: self._form_command(rank, members) for rank, worker in enumerate(members)}
+
     def _form(self, numbers: Sequence[int] | None = None) -> None:
         """Form the group of these workers, or of all living ones, under a new epoch.
 

@@ -25,7 +25,10 @@ from openclaw_nb.protocol.messages import (
     Done,
     Event,
     Failed,
+    FormGroup,
     Measured,
+    Regroup,
+    Regrouped,
     Release,
     Reply,
     RunCell,
@@ -36,6 +39,13 @@ from openclaw_nb.protocol.messages import (
 _TICK_SECONDS = 0.1
 _GRACE_SECONDS = 0.5
 _LATE_BATCH_SECONDS = 2.0
+
+
+class Mender(Protocol):
+    """What a run that goes on after a death needs of the workers' membership."""
+
+    def regroup_running(self, numbers: Sequence[int]) -> Mapping[int, FormGroup]:
+        """Return how each of these workers joins a group of them, under a new epoch."""
 
 
 class Channel(Protocol):
@@ -56,6 +66,38 @@ class Output:
     entry: list[Any]
 
 
+@dataclass(frozen=True)
+class Death:
+    """A death after which the cell went on.
+
+    Attributes
+    ----------
+    rank, worker : int
+        Who died.
+    num_left : int
+        How many ranks were left.
+    num_steps : int
+        After how many steps; -1 when the training was over.
+    seconds : float
+        From the news of it until those who were left went on.
+    """
+
+    rank: int
+    worker: int
+    num_left: int
+    num_steps: int = -1
+    seconds: float = 0.0
+
+    def __str__(self) -> str:
+        if self.num_steps < 0:
+            return f"rank {self.rank} (worker-{self.worker}) died when its training was over"
+        others = "the other one goes" if self.num_left == 1 else f"the other {self.num_left} go"
+        return (
+            f"rank {self.rank} (worker-{self.worker}) died after step {self.num_steps}: {others} on after "
+            f"{self.seconds:.2f} s, with nothing lost; the batch of that moment was repeated"
+        )
+
+
 @dataclass(frozen=True, repr=False)
 class RunResult:
     """How a cell ended on all ranks.
@@ -63,6 +105,7 @@ class RunResult:
     ``failures`` and ``values`` are by rank; ``died`` lists ranks in the order in which the news came;
     ``cause`` says why the cell was released, or ""; ``release_seconds`` how long it took until all were out;
     ``busy`` lists ranks that were not; ``left`` says that it goes on, unobserved, for the reason in ``cause``;
+    ``deaths`` are those after which it went on;
     ``first`` is the rank whose error came first and is nobody else's consequence, or None.
     """
 
@@ -75,6 +118,7 @@ class RunResult:
     release_seconds: float
     seconds: float
     left: bool = False
+    deaths: tuple[Death, ...] = ()
     table: list[tuple[int, str, str]] = field(default_factory=list)
 
     def __repr__(self) -> str:
@@ -90,7 +134,8 @@ class RunResult:
     @property
     def notes(self) -> list[str]:
         """What the workers have to say, each line once, and the names that differ between ranks."""
-        lines = [line for value in self.values.values() for line in value.get("notes", ())]
+        lines = [str(death) for death in self.deaths]
+        lines += [line for value in self.values.values() for line in value.get("notes", ())]
         names = self.differing_names
         if names:
             listed = ", ".join(names)
@@ -126,6 +171,10 @@ class CellRun:
         Called with the result once, on the run's thread, before waiters wake.
     absent : sequence of int
         Ranks of the group that do not run the cell.
+    mender : Mender, optional
+        By whom it goes on after a death.
+    max_retries : int
+        After how many deaths in a row it does, without a step in between.
 
     Attributes
     ----------
@@ -140,6 +189,9 @@ class CellRun:
         ranks: Mapping[int, int],
         on_finished: Callable[[RunResult], None],
         absent: Sequence[int] = (),
+        *,
+        mender: Mender | None = None,
+        max_retries: int = 0,
     ) -> None:
         self.run_id = run_id
         self.limits = Limits()
@@ -155,6 +207,10 @@ class CellRun:
         self._num_batches = dict.fromkeys(ranks, 0)
         self._num_measured = dict.fromkeys(ranks, 0)
         self._died: list[int] = []
+        self._mender, self._max_retries = mender, max_retries
+        self._deaths: list[Death] = []
+        self._died_at = 0.0
+        self._num_failures = 0
         self._released_at: float | None = None
         self._cause = ""
         self._interrupted = self._left = False
@@ -244,6 +300,8 @@ class CellRun:
         self._finish()
 
     def _take(self, kind: str, rank: int, item: Any) -> None:
+        if rank >= 0 and rank not in self._views:  # of one that the others have gone on without
+            return
         match kind:
             case "reply":
                 self._take_reply(rank, item)
@@ -262,9 +320,44 @@ class CellRun:
             self._views[rank] = replace(self._views[rank], **changes)
 
     def _die(self, rank: int) -> None:
+        if self._mender is not None and self._can_go_on(rank):
+            self._go_on_without(rank, self._mender)
+            return
         if self._views[rank].phase is Phase.RUNNING:
             self._died.append(rank)
         self._set(rank, phase=Phase.DIED)
+
+    def _can_go_on(self, rank: int) -> bool:
+        others = [view.phase for other, view in self._views.items() if other != rank]
+        return (
+            self._views[rank].phase is Phase.RUNNING
+            and self._released_at is None
+            and bool(others)
+            and all(phase in (Phase.RUNNING, Phase.DONE) for phase in others)
+            and self._num_failures < self._max_retries
+        )
+
+    def _go_on_without(self, rank: int, mender: Mender) -> None:
+        """Let the others go on in a group of their own."""
+        worker = self.ranks.pop(rank)
+        del self._views[rank], self._rank_of[worker], self._num_batches[rank], self._num_measured[rank]
+        self._deaths.append(Death(rank, worker, len(self.ranks)))
+        # A rank that has ended its cell has seen all others come to the end of their training.
+        if any(view.phase is Phase.DONE for view in self._views.values()):
+            return
+        self._num_failures += 1
+        self._died_at = time.monotonic()
+        groups = mender.regroup_running(list(self.ranks.values()))
+        for number, group in groups.items():
+            self._epoch = group.epoch
+            command = Regroup(run_id=self.run_id, group=group, cause=f"rank {rank} died")
+            self._channel.request_at_once(number, command)
+
+    def _take_regrouped(self, event: Regrouped) -> None:
+        newest = self._deaths[-1]
+        if event.epoch == self._epoch and newest.num_steps < 0:
+            seconds = time.monotonic() - self._died_at
+            self._deaths[-1] = replace(newest, num_steps=event.num_done, seconds=seconds)
 
     def _take_reply(self, rank: int, future: Future[Reply]) -> None:
         try:
@@ -292,7 +385,11 @@ class CellRun:
                     self._shown.put(Output(rank, entry))
             case Measured():
                 self._num_measured[rank] = event.seq
+                if event.steps and (not self._deaths or self._deaths[-1].num_steps >= 0):
+                    self._num_failures = 0
                 self._shown.put(event)
+            case Regrouped():
+                self._take_regrouped(event)
             case Whereabouts():
                 self._views[rank] = self._views[rank].located(
                     call=event.call,
@@ -350,6 +447,7 @@ class CellRun:
             release_seconds=self._since_release() or 0.0,
             seconds=self._seconds_at_end(),
             left=self._left,
+            deaths=tuple(self._deaths),
             table=self._table,
         )
         self._on_finished(self.result)

@@ -20,6 +20,7 @@ from openclaw_nb.engine import preload, variables
 from openclaw_nb.engine.cell import CellRunner, Outcome
 from openclaw_nb.engine.outbox import Outbox, capture
 from openclaw_nb.engine.record import Record
+from openclaw_nb.engine.regroup import CellRegrouper
 from openclaw_nb.protocol.messages import (
     Command,
     Complete,
@@ -30,6 +31,7 @@ from openclaw_nb.protocol.messages import (
     Locate,
     Recall,
     ReceiveVariables,
+    Regroup,
     Release,
     Reply,
     RunCell,
@@ -63,6 +65,7 @@ class Agent:
         self._group: GroupService | None = None
         self._store_port = 0
         self._running: RunCell | None = None
+        self._regrouper: CellRegrouper | None = None
         self._released = ""
         self._released_early = ("", "")
         self._captured = False
@@ -153,6 +156,8 @@ class Agent:
         with self._lock:
             self._running = command
             self._released = ""
+            if command.recovers:
+                self._regrouper = CellRegrouper(service, self.outbox, self._kernel.engine_id, command.run_id)
             if self._released_early[0] == command.run_id:
                 self._released = self._released_early[1]
                 self._interrupt_later(command, 0.0)
@@ -164,7 +169,7 @@ class Agent:
             outcome, report = await self._run_under_strategy(command)
         finally:
             with self._lock:
-                self._running = None
+                self._running = self._regrouper = None
             self._show_pages()
             self.outbox.drain()
             num_batches, entries = self.outbox.end()
@@ -198,7 +203,7 @@ class Agent:
         group = self._service
         publisher = self._publisher(command)
         context = strategy_context(
-            command.strategy, group, self._shell.user_ns, command.source, publisher, report
+            command.strategy, group, self._shell.user_ns, command.source, publisher, report, self._regrouper
         )
         try:
             with context as strategy:
@@ -257,6 +262,8 @@ class Agent:
         match command:
             case Release():
                 return self._release(command)
+            case Regroup():
+                return self._regroup(command)
             case Locate():
                 running = self._running
                 where = self._whereabouts(running) if running else None
@@ -287,6 +294,9 @@ class Agent:
 
     def _release(self, command: Release) -> Done:
         """Cut the collectives now; interrupt Python code that goes on after the grace time."""
+        with self._lock:
+            if self._regrouper is not None:
+                self._regrouper.end()
         if self._group is not None and self._group.epoch == command.epoch:
             self._group.release(command.cause)
         with self._lock:
@@ -296,6 +306,15 @@ class Agent:
                 return Done(value={"running": False})
             self._released = command.cause
         self._interrupt_later(running, command.grace_seconds)
+        return Done(value={"running": True})
+
+    def _regroup(self, command: Regroup) -> Done:
+        """Let the running cell go on in another group."""
+        with self._lock:
+            running, regrouper = self._running, self._regrouper
+        if running is None or running.run_id != command.run_id or regrouper is None:
+            return Done(value={"running": False})
+        regrouper.ask(command)
         return Done(value={"running": True})
 
     def _interrupt_later(self, running: RunCell, seconds: float) -> None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,6 +57,7 @@ class RunCell:
     """Run one cell's source on this worker.
 
     With ``verify_steps``, its first steps are only tried, on a single device and under the strategy, and compared.
+    With ``recovers``, it goes on in another group when a rank dies (`Regroup`).
     """
 
     run_id: str
@@ -66,6 +67,7 @@ class RunCell:
     strategy: StrategySpec | None = None
     compare_names: bool = False
     verify_steps: int = 0
+    recovers: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,6 +117,15 @@ class Release:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Regroup:
+    """Go on with the running cell in this group, without the ranks that are gone; the waits in the present one end."""
+
+    run_id: str
+    group: FormGroup
+    cause: str
+
+
+@dataclass(frozen=True, kw_only=True)
 class Locate:
     """Say at once, also while a cell runs, what the worker is doing and where."""
 
@@ -137,6 +148,7 @@ Command = (
     | DescribeVariables
     | Complete
     | Release
+    | Regroup
     | Locate
     | Recall
 )
@@ -231,4 +243,20 @@ class Measured:
     count: int = 1
 
 
-Event = Shown | Whereabouts | Measured
+@dataclass(frozen=True, kw_only=True)
+class Regrouped:
+    """A worker goes on with its cell in a new group.
+
+    ``num_done`` counts the operations of all ranks that were complete, ``seconds`` is how long it took here since the
+    group was asked for.
+    """
+
+    worker: int
+    run_id: str
+    epoch: int
+    world_size: int
+    num_done: int
+    seconds: float
+
+
+Event = Shown | Whereabouts | Measured | Regrouped

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch.distributed import distributed_c10d as dist
 
 from openclaw_nb.engine.group.collectives import ReleasableGroup, signature
 from openclaw_nb.engine.group.sums import BackendSum, Layout, Shortcut, Sum, make_sums
@@ -27,6 +28,10 @@ class Ranks:
     """
 
     def __init__(self, group: ReleasableGroup, shortcut: Shortcut | None = None) -> None:
+        self.bind(group, shortcut)
+
+    def bind(self, group: ReleasableGroup, shortcut: Shortcut | None) -> None:
+        """Be the ranks of another group; all that the cell has made of these ranks goes on with it."""
         self.group = group
         self._shortcut = shortcut
         self.short_of_memory = False
@@ -59,17 +64,19 @@ class Ranks:
         flat = torch.frombuffer(bytearray(b"".join(rows)), dtype=source.dtype)
         return flat.view(self.size, *source.shape)
 
-    def broadcast(self, value: Any) -> Any:
-        """Return rank 0's value on every rank."""
+    def broadcast(self, value: Any, source: int = 0) -> Any:
+        """Return the value of rank ``source`` on every rank."""
         if self.size == 1:
             return value
-        data = pickle.dumps(value, protocol=5) if self.rank == 0 else b""
+        options = dist.BroadcastOptions()
+        options.rootRank = source
+        data = pickle.dumps(value, protocol=5) if self.rank == source else b""
         length = torch.tensor([len(data)])
-        self.group.broadcast([length]).wait()
+        self.group.broadcast([length], options).wait()
         buffer = torch.zeros(int(length), dtype=torch.uint8)
-        if self.rank == 0:
+        if self.rank == source:
             buffer = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-        self.group.broadcast([buffer]).wait()
+        self.group.broadcast([buffer], options).wait()
         return pickle.loads(buffer.numpy().tobytes())
 
     def gather_bytes(self, data: bytes) -> list[bytes]:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from openclaw_nb.engine.group.ranks import Ranks
+from openclaw_nb.engine.steps.continuity import Regrouper
 from openclaw_nb.engine.steps.measure import Publisher
 from openclaw_nb.protocol.messages import StrategySpec
 
@@ -22,7 +23,8 @@ from openclaw_nb.protocol.messages import StrategySpec
 class CellContext:
     """What a strategy is given: the ranks, the cell, and where to tell what happens.
 
-    ``notes`` takes lines for the person who runs the cell.
+    ``notes`` takes lines for the person who runs the cell; ``regrouper`` is how it goes on after a rank's death, if it
+    is to.
     """
 
     ranks: Ranks
@@ -31,6 +33,7 @@ class CellContext:
     namespace: Mapping[str, Any]
     publisher: Publisher
     notes: list[str]
+    regrouper: Regrouper | None = None
 
 
 class Strategy:

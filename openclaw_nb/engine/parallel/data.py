@@ -10,7 +10,8 @@ from openclaw_nb.engine.objects.find import Objects, find_objects
 from openclaw_nb.engine.parallel.base import CellContext, Strategy
 from openclaw_nb.engine.steps import batchnorm
 from openclaw_nb.engine.steps.averaging import LocalSteps
-from openclaw_nb.engine.steps.common import make_common
+from openclaw_nb.engine.steps.common import common_state, make_common, take_common
+from openclaw_nb.engine.steps.continuity import Continuity, Missed
 from openclaw_nb.engine.steps.engine import StepEngine, StepOptions
 from openclaw_nb.engine.steps.loaders import LoaderSplitter
 from openclaw_nb.engine.steps.reducer import BUCKET_BYTES
@@ -62,12 +63,13 @@ class DataParallel(Strategy):
             raise RefusedError(
                 "With --sync-frequency or --accumulate, build the scheduler in a cell of its own first."
             )
-        self.context.notes.extend(make_common(ranks, objects))
-        engine = (LocalSteps if local else StepEngine)(ranks, objects, options, self.context.publisher)
+        continuity = Continuity(ranks, self.context.regrouper)
+        self._make_common(objects, continuity)
+        given = (ranks, objects, options, self.context.publisher)
+        engine = LocalSteps(*given) if local else StepEngine(*given, continuity)
         splitter = LoaderSplitter(
             ranks,
-            engine.is_training,
-            engine.take_slice,
+            engine,
             fetching=self.context.publisher.clock.fetching,
             common_only=options.split == "model",
             only=list(objects.loaders.values()) if spec.loader else None,
@@ -85,6 +87,14 @@ class DataParallel(Strategy):
         self._undo.append(engine.remove)
         splitter.install()
         self._undo.append(splitter.remove)
+
+    def _make_common(self, objects: Objects, continuity: Continuity) -> None:
+        found = continuity.attempt(lambda: make_common(self.context.ranks, objects))
+        if isinstance(found, Missed):
+            take_common(objects, found.value)
+        else:
+            self.context.notes.extend(found)
+        continuity.complete(lambda: common_state(objects))
 
     def _options(self) -> StepOptions:
         spec = self.context.spec
@@ -126,7 +136,7 @@ class DataParallel(Strategy):
             )
             return
         for model in models.values():
-            self._undo.append(batchnorm.synchronise(model, self.context.ranks.gather, engine.num_real))
+            self._undo.append(batchnorm.synchronise(model, engine.gather, engine.num_real))
         self.context.notes.append(f"{count} BatchNorm layers use the statistics of the whole batch")
 
     def finish(self) -> None:

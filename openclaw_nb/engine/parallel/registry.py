@@ -11,6 +11,7 @@ from openclaw_nb.engine.group.ranks import Ranks
 from openclaw_nb.engine.group.service import GroupService
 from openclaw_nb.engine.parallel.base import CellContext, Strategy
 from openclaw_nb.engine.parallel.data import DataParallel
+from openclaw_nb.engine.steps.continuity import Regrouper
 from openclaw_nb.engine.steps.measure import Publisher
 from openclaw_nb.protocol.messages import StrategySpec
 
@@ -38,6 +39,7 @@ def strategy_context(
     source: str,
     publisher: Publisher,
     report: dict[str, Any],
+    regrouper: Regrouper | None = None,
 ) -> Iterator[Strategy]:
     """Run the body with the cell's objects prepared for the strategy, which the body concludes (`Strategy.finish`).
 
@@ -55,13 +57,15 @@ def strategy_context(
         Told of each step.
     report : dict
         ``notes`` is added: lines for the person.
+    regrouper : Regrouper, optional
+        How the cell goes on after the death of a rank.
     """
     strategy_class = STRATEGIES.get(spec.name)
     if strategy_class is None:
         raise unknown_name("strategy", spec.name, STRATEGIES)
     notes: list[str] = []
     report["notes"] = notes
-    context = CellContext(ranks_of(group), spec, source, namespace, publisher, notes)
+    context = CellContext(ranks_of(group), spec, source, namespace, publisher, notes, regrouper)
     strategy = strategy_class(context)
     try:
         strategy.enter()

@@ -68,9 +68,7 @@ class Loops:
         Called once on a newcomer when the loop that it enters is about to give its first item.
     """
 
-    def __init__(
-        self, at_head: Callable[[int], None], on_entered: Callable[[], None] = lambda: None
-    ) -> None:
+    def __init__(self, at_head: Callable[[int], None], on_entered: Callable[[], None] = lambda: None) -> None:
         self._at_head = at_head
         self._on_entered = on_entered
         self._loops: dict[int, _Loop] = {}

@@ -49,6 +49,17 @@ def make_common(ranks: Ranks, objects: Objects) -> list[str]:
     return notes
 
 
+def common_state(objects: Objects) -> list[Any]:
+    """Return what `make_common` makes equal."""
+    return [part.take() for part in _parts(objects)]
+
+
+def take_common(objects: Objects, state: list[Any]) -> None:
+    """Take over another rank's `common_state`."""
+    for part, value in zip(_parts(objects), state, strict=True):
+        part.put(value)
+
+
 def _parts(objects: Objects) -> list[_Part]:
     parts = [_module_part(name, model) for name, model in objects.models.items()]
     holders: Mapping[str, Any] = {**objects.optimizers, **objects.schedulers, **objects.scalers}

@@ -12,29 +12,35 @@ does not pass through the model (a penalty on the weights) counts once.
 With ``sync_frequency`` K, gradients of K batches are kept aside and only the K-th has a gradient to step
 with: between boundaries every parameter's gradient is None, for which clip, scaler and optimizers do nothing.
 
+When a rank dies, `Continuity` takes the others on. The batch is void then: it leaves no gradient, schedulers and
+scalers do nothing, and the loader gives it again, shared out among those who are left.
+
 Knows models, optimizers, slices and losses; does not know cells, messages or how the ranks communicate.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from openclaw_nb.core.errors import RefusedError
+from openclaw_nb.core.errors import OpenClawError, RefusedError
 from openclaw_nb.engine.group.ranks import Ranks
 from openclaw_nb.engine.loss import votes
 from openclaw_nb.engine.loss.record import LossKind, Recorder, map_tensors, untrack_tree
 from openclaw_nb.engine.loss.votes import KindCache, Vote
 from openclaw_nb.engine.objects.find import Objects
+from openclaw_nb.engine.steps import randomness, state
+from openclaw_nb.engine.steps.continuity import Continuity
 from openclaw_nb.engine.steps.loaders import Slice
 from openclaw_nb.engine.steps.measure import Publisher
 from openclaw_nb.engine.steps.randomness import ModelStream
 from openclaw_nb.engine.steps.reducer import BUCKET_BYTES, GradientReducer
 from openclaw_nb.engine.steps.splitting import BatchSplitter
-from openclaw_nb.engine.steps.window import Window, hold_between, times
+from openclaw_nb.engine.steps.window import Window, hold_while, times
 from openclaw_nb.plan.shares import share_bounds
 
 
@@ -61,6 +67,20 @@ class StepOptions:
     batches_per_step: int = 1
     steps_per_average: int = 1
     bucket_bytes: int = BUCKET_BYTES
+
+
+_LEFT_IN_VOID = (
+    "A worker died during a batch, and the loop was left before the batch could be repeated: it is not trained. All "
+    "parameters are those of the batches before it. Run the rest of the training again."
+)
+
+
+@dataclass(frozen=True)
+class _Head:
+    """What a batch changes before its step: restored when it is repeated."""
+
+    random: bytes
+    buffers: list[Tensor]
 
 
 class _Weigh(torch.autograd.Function):
@@ -90,14 +110,27 @@ class StepEngine:
         How steps are made.
     publisher : Publisher
         Told of each step.
+    continuity : Continuity, optional
+        How the cell goes on after the death of a rank; it ends when not given.
 
     Attributes
     ----------
     notes : list of str
         Lines for the person.
+    is_void : bool
+        Whether the present batch has to be repeated.
+    num_void : int
+        How many times batches had to be.
     """
 
-    def __init__(self, ranks: Ranks, objects: Objects, options: StepOptions, publisher: Publisher) -> None:
+    def __init__(
+        self,
+        ranks: Ranks,
+        objects: Objects,
+        options: StepOptions,
+        publisher: Publisher,
+        continuity: Continuity | None = None,
+    ) -> None:
         self._ranks = ranks
         self._objects = objects
         self._options = options
@@ -113,9 +146,15 @@ class StepEngine:
         self._whole = False
         self._weight: float | None = None
         self._window = Window(options.batches_per_step)
+        self._continuity = continuity or Continuity(ranks)
+        self._continuity.renew = self._renew
+        self._head: _Head | None = None
+        self.is_void = self._is_taken_over = self._was_left = False
+        self.num_void = 0
         self._handles: list[Any] = []
         self.notes: list[str] = []
-        self._reducer = self._new_reducer()
+        self._reducer: GradientReducer
+        self._continuity.attempt(self._renew)
 
     # ------------------------------------------------------------------------------- install, remove
 
@@ -129,12 +168,19 @@ class StepEngine:
         self._backward, self._grad = torch.autograd.backward, torch.autograd.grad
         torch.autograd.backward = self._on_backward
         torch.autograd.grad = self._on_grad
-        self._hold_back = [
-            hold_between(thing, ("step", "update", "unscale_"), self._window)
-            for thing in (*self._objects.schedulers.values(), *self._objects.scalers.values())
-            if self._options.batches_per_step > 1
-        ]
+        self._hold_back: list[Callable[[], None]] = []
+        if self._options.batches_per_step > 1 or self._continuity.is_possible:
+            schedulers, scalers = self._objects.schedulers.values(), self._objects.scalers.values()
+            self._hold_back += [hold_while(each, ("step",), self._holds_schedules) for each in schedulers]
+            methods = ("step", "update", "unscale_")
+            self._hold_back += [hold_while(each, methods, self._holds_scales) for each in scalers]
         self._clock.restart()
+
+    def _holds_schedules(self) -> bool:
+        return self._window.is_open or self.is_void
+
+    def _holds_scales(self) -> bool:
+        return self._holds_schedules() or self._is_taken_over
 
     def remove(self) -> None:
         """Leave every object as it was."""
@@ -154,6 +200,9 @@ class StepEngine:
 
     def finish(self) -> None:
         """End the cell's training well; called when the cell has ended without an error, on every rank."""
+        self._check_left()
+        if self._continuity.is_possible:  # until all are here, one may need what another has
+            self._continuity.agree(lambda: self._ranks.gather(torch.zeros(1)))
 
     def _new_reducer(self) -> GradientReducer:
         found = {id(p): p for model in self._objects.models.values() for p in model.parameters()}
@@ -163,13 +212,79 @@ class StepEngine:
             self._parameters, self._ranks, message_size=size, bucket_bytes=self._options.bucket_bytes
         )
 
+    # ------------------------------------------------------------------------------- after a death
+
+    def _renew(self) -> None:
+        if "_reducer" in vars(self):
+            self._reducer.remove()
+        self._reducer = self._new_reducer()
+
+    def _survive(self, error: BaseException) -> None:
+        """Go on after a rank's end: the batch is void, or its step is taken over from a rank that has it."""
+        missed = self._continuity.recover(error)
+        self._calls = 0
+        self._window.clear()
+        if missed is None:
+            self.is_void = True
+            self.num_void += 1
+        else:
+            state.put(self._objects, missed.value)
+            self._continuity.complete(self._state)
+            self._is_taken_over = True
+        self._reducer.drop_gradients()
+
+    def _state(self) -> Any:
+        return state.take(self._objects)
+
+    def gather(self, vector: Tensor) -> Tensor:
+        """Return the ranks' vectors as rows, in the midst of a batch; in a void one only this rank's."""
+        if not self.is_void:
+            try:
+                return self._ranks.gather(vector)
+            except (OpenClawError, RuntimeError) as error:
+                self._survive(error)
+        return vector.detach().unsqueeze(0)
+
     # ---------------------------------------------------------------------------------- the batch
 
     def take_slice(self, part: Slice | None) -> None:
         """Take note of the batch that the cell works on now; None when a pass has ended."""
         self._slice = part
-        if part is not None:
-            self._window.next_batch(part.is_last)
+        if part is None:
+            return
+        self._check_left()
+        if self._continuity.is_possible and self._window.is_boundary:
+            buffers = [buffer.clone() for buffer in state.buffers(self._objects)]
+            self._head = _Head(randomness.capture([]), buffers)
+        self._is_taken_over = False
+        self._window.next_batch(part.is_last)
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether no batch that was given may have to be repeated any more."""
+        return self._window.is_boundary and not self.is_void
+
+    def begin_again(self) -> None:
+        """Go back to where the first batch that is not trained began."""
+        if not self.is_void:
+            return
+        self.is_void = False
+        if self._head is not None:
+            randomness.restore(self._head.random, [])
+            for buffer, before in zip(state.buffers(self._objects), self._head.buffers, strict=True):
+                buffer.copy_(before)
+
+    def leave_loop(self) -> None:
+        """Take note that a loop over a loader was left early."""
+        self._was_left |= self.is_void
+
+    def _check_left(self) -> None:
+        if self._was_left:
+            raise RefusedError(_LEFT_IN_VOID)
+
+    def agree(self, make: Callable[[], Any]) -> Any:
+        """Return what an operation of all ranks returns; see `Continuity.agree`."""
+        return self._continuity.agree(make)
 
     def num_real(self) -> int:
         """Return how many samples of the present batch are real ones of this rank."""
@@ -267,6 +382,9 @@ class StepEngine:
         self._run_backward(root, grad_tensors, retain_graph)
 
     def _run_backward(self, root: Tensor, grad_tensors: Any, retain_graph: bool | None) -> None:
+        if self.is_void:
+            self._recorder.clear()
+            return
         vote = self._vote(root)
         self._check_parameters()
         self._check_several(vote.kind)
@@ -275,19 +393,45 @@ class StepEngine:
         boundary = self._window.is_boundary
         given = times(grad_tensors, root, self._window.weigh(self._num_global()))
         self._weight = self._weight_of(vote.kind)
-        if boundary:
-            self._window.give_back(self._reducer.parameters)
-            arrival = self._clock.tell()
-            message = votes.pack(vote, self._ranks.rank, self._ranks.size, self._num_local(), arrival)
-            self._reducer.begin(self._window.factor / self._ranks.size, message)
         try:
+            if boundary:
+                self._begin(vote)
             self._backward(root, given, retain_graph)
+            total = self._sum() if boundary and self._goes_on() else None
+        except (OpenClawError, RuntimeError) as error:
+            self._reducer.drop_gradients()
+            self._survive(error)
+            return
         except BaseException:
             self._reducer.drop_gradients()
             raise
         finally:
             self._weight = None
-        self._conclude(root, vote, boundary)
+        if total is not None:
+            self._conclude(root, vote, total)
+        elif self._goes_on():
+            self._window.keep(self._reducer.parameters)
+            self._publisher.batch(self._num_local())
+        else:
+            self._reducer.drop_gradients()
+
+    def _goes_on(self) -> bool:
+        """Whether the batch still counts: it may have become void in the midst of a pass."""
+        return not self.is_void
+
+    def _begin(self, vote: Vote) -> None:
+        self._window.give_back(self._reducer.parameters)
+        message = votes.pack(vote, self._ranks.rank, self._ranks.size, self._num_local(), self._clock.tell())
+        self._reducer.begin(self._window.factor / self._ranks.size, message)
+
+    def _sum(self) -> Tensor:
+        self._clock.arrive()
+        try:
+            total = self._reducer.finish()
+        finally:
+            self._clock.leave()
+        self._continuity.complete(self._state)
+        return total
 
     def _check_several(self, kind: LossKind) -> None:
         """Refuse a loss whose batches cannot be counted as parts of a larger one."""
@@ -322,16 +466,7 @@ class StepEngine:
                 "twice. Call the model itself and run one backward() a call."
             )
 
-    def _conclude(self, root: Tensor, vote: Vote, boundary: bool) -> None:
-        if not boundary:
-            self._window.keep(self._reducer.parameters)
-            self._publisher.batch(self._num_local())
-            return
-        self._clock.arrive()
-        try:
-            total = self._reducer.finish()
-        finally:
-            self._clock.leave()
+    def _conclude(self, root: Tensor, vote: Vote, total: Tensor) -> None:
         self._clock.settle(votes.arrivals(total, self._ranks.size))
         if self._reducer.repeated and self._ranks.size > 1:
             self._reducer.drop_gradients()

@@ -13,9 +13,9 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from torch.utils.data import DataLoader, IterableDataset
 
@@ -47,35 +47,92 @@ class Slice:
 
 
 class SlicedBatches:
-    """A batch sampler that yields this rank's part of each batch of another one.
+    """A batch sampler that yields this rank's part of each batch of another one, some of them again when told to.
 
     Parameters
     ----------
     batches : iterable of list of int
         The single-device loader's batch sampler.
-    rank, size : int
-        This rank and how many there are.
+    ranks : Ranks
+        Among whom each batch is shared out; there may be fewer of them later.
     loader_id : int
         Tells loaders apart.
     """
 
-    def __init__(self, batches: Any, rank: int, size: int, loader_id: int) -> None:
+    def __init__(self, batches: Any, ranks: Ranks, loader_id: int) -> None:
         self._batches = batches
-        self._rank, self._size, self._loader_id = rank, size, loader_id
-        self.drawn: deque[Slice] = deque()
+        self._ranks, self._loader_id = ranks, loader_id
+        self._source: Iterator[tuple[list[int], bool]] | None = None
+        self._unsettled: deque[tuple[list[int], bool]] = deque()
+        self._num_given = 0
+        self._drawn: deque[Slice] = deque()
 
     def __len__(self) -> int:
         return len(self._batches)
 
+    def restart(self) -> None:
+        """Let the next iteration be a new pass."""
+        self._source = None
+
+    def take(self) -> Slice:
+        """Return the slice of the next batch that the cell gets."""
+        self._num_given += 1
+        return self._drawn.popleft()
+
+    def settle(self) -> None:
+        """Forget the batches that the cell has got: they will not be asked for again."""
+        for _ in range(self._num_given):
+            self._unsettled.popleft()
+        self._num_given = 0
+
     def __iter__(self) -> Iterator[list[int]]:
-        batches = iter(self._batches)
-        batch = next(batches, None)
-        while batch is not None:
-            following = next(batches, None)
-            low, high = share_bounds(len(batch), self._size)[self._rank]
-            self.drawn.append(Slice(high - low, len(batch), following is None, self._loader_id))
+        """Yield the batches that are not settled, then the others."""
+        if self._source is None:
+            self._source = _with_ends(self._batches)
+            self._unsettled.clear()
+        again, self._unsettled = self._unsettled, deque()
+        self._num_given = 0
+        self._drawn.clear()
+        for batch, is_last in itertools.chain(again, self._source):
+            self._unsettled.append((batch, is_last))
+            low, high = share_bounds(len(batch), self._ranks.size)[self._ranks.rank]
+            self._drawn.append(Slice(high - low, len(batch), is_last, self._loader_id))
             yield list(batch[low:high] or batch[:1])
-            batch = following
+
+
+def _with_ends(batches: Iterable[list[int]]) -> Iterator[tuple[list[int], bool]]:
+    """Yield each batch with whether it is the last."""
+    source = iter(batches)
+    batch = next(source, None)
+    while batch is not None:
+        following = next(source, None)
+        yield batch, following is None
+        batch = following
+
+
+class Steps(Protocol):
+    """What makes steps of the batches."""
+
+    num_void: int
+
+    def is_training(self) -> bool:
+        """Whether a loader whose iteration begins now is a training loader."""
+
+    def take_slice(self, part: Slice | None) -> None:
+        """Take note of the batch that the cell gets, and of None when a pass has ended."""
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether no batch that was given may have to be repeated."""
+
+    def begin_again(self) -> None:
+        """Go back to where the first batch that is to be repeated began."""
+
+    def leave_loop(self) -> None:
+        """Take note that a loop over a loader was left early."""
+
+    def agree(self, make: Callable[[], Any]) -> Any:
+        """Return what an operation of all ranks returns."""
 
 
 class LoaderSplitter:
@@ -85,10 +142,8 @@ class LoaderSplitter:
     ----------
     ranks : Ranks
         The ranks that share each batch.
-    is_training : callable
-        Whether a loader whose iteration begins now is a training loader.
-    on_slice : callable
-        Told of each slice when the cell gets it, and None when a pass has ended.
+    steps : Steps
+        What makes steps of the batches.
     fetching : callable
         Wraps the batches of each pass, to measure how long they take.
     common_only : bool
@@ -102,8 +157,7 @@ class LoaderSplitter:
     def __init__(
         self,
         ranks: Ranks,
-        is_training: Callable[[], bool],
-        on_slice: Callable[[Slice | None], None],
+        steps: Steps,
         *,
         fetching: Callable[[Iterable[Any]], Iterator[Any]],
         common_only: bool,
@@ -112,8 +166,7 @@ class LoaderSplitter:
     ) -> None:
         self._pinning = pinning
         self._ranks = ranks
-        self._is_training = is_training
-        self._on_slice = on_slice
+        self._steps = steps
         self._fetching = fetching
         self._common_only = common_only
         self._only = None if only is None else {id(loader) for loader in only}
@@ -140,11 +193,12 @@ class LoaderSplitter:
     def _wants(self, loader: DataLoader[Any]) -> bool:
         if self._only is not None and id(loader) not in self._only:
             return False
-        return self._is_training()
+        return self._steps.is_training()
 
     def _make_common(self, loader: DataLoader[Any]) -> None:
         generators = randomness.generators_of(loader)
-        data = self._ranks.broadcast(randomness.capture(generators))
+        own = randomness.capture(generators)
+        data = self._steps.agree(lambda: self._ranks.broadcast(own))
         if self._ranks.rank:
             randomness.restore(data, generators)
 
@@ -162,17 +216,43 @@ class LoaderSplitter:
     def _sliced(self, loader: DataLoader[Any]) -> Iterator[Any]:
         batches, inner = self._sliced_loader(loader)
         self._make_common(loader)
-        batches.drawn.clear()
-        for batch in self._fetching(self._begin(inner)):
-            self._on_slice(batches.drawn.popleft())
-            yield batch
-        self._on_slice(None)
+        batches.restart()
+        begin = self._begin
+        while (yield from self._give(batches, begin(inner))):
+            self._steps.begin_again()
+            begin = self._begin_again
+        self._steps.take_slice(None)
+
+    def _give(self, batches: SlicedBatches, fetched: Iterable[Any]) -> Generator[Any, None, bool]:
+        """Yield batches until the pass ends or some must come again; return whether they must."""
+        num_void = self._steps.num_void
+        for batch in self._fetching(fetched):
+            self._steps.take_slice(batches.take())
+            try:
+                yield batch
+            except GeneratorExit:
+                self._steps.leave_loop()
+                raise
+            if self._steps.num_void != num_void:
+                return True
+            if self._steps.is_settled:
+                batches.settle()
+        return False
+
+    def _begin_again(self, loader: DataLoader[Any]) -> Any:
+        """Iterate a loader anew, without the random numbers that a pass begins with."""
+        generators = randomness.generators_of(loader)
+        before = randomness.capture(generators)
+        try:
+            return self._begin(loader)
+        finally:
+            randomness.restore(before, generators)
 
     def _sliced_loader(self, loader: DataLoader[Any]) -> tuple[SlicedBatches, DataLoader[Any]]:
         """Return the loader's sliced twin; it is kept, so that persistent worker processes persist."""
         if id(loader) not in self._inner:
             self._check(loader)
-            batches = SlicedBatches(loader.batch_sampler, self._ranks.rank, self._ranks.size, id(loader))
+            batches = SlicedBatches(loader.batch_sampler, self._ranks, id(loader))
             self._inner[id(loader)] = (loader, batches, twin(loader, batches, pinning=self._pinning))
         _, batches, inner = self._inner[id(loader)]
         return batches, inner

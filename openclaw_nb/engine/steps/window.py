@@ -57,6 +57,12 @@ class Window:
         self.has_batch = False
         self.is_boundary = is_last or self._count >= self._length
 
+    def clear(self) -> None:
+        """Drop what was kept: the window's batches come again."""
+        self._kept.clear()
+        self._count = self._num_samples = 0
+        self.is_boundary = True
+
     def weigh(self, num_samples: int) -> float:
         """Return the batch's weight in the window and count its samples."""
         if self._length == 1:
@@ -81,13 +87,13 @@ class Window:
                 parameter.grad = kept
 
 
-def hold_between(thing: Any, names: Sequence[str], window: Window) -> Callable[[], None]:
-    """Let some methods of ``thing`` do nothing between boundaries; return how to undo that.
+def hold_while(thing: Any, names: Sequence[str], is_held: Callable[[], bool]) -> Callable[[], None]:
+    """Let some methods of ``thing`` do nothing while ``is_held`` says so; return how to undo that.
 
     Its class is exchanged, as whatever is set on the object itself would be part of a scheduler's ``state_dict()``.
     """
     kind = type(thing)
-    held = {name: _held(getattr(kind, name), window) for name in names if hasattr(kind, name)}
+    held = {name: _held(getattr(kind, name), is_held) for name in names if hasattr(kind, name)}
     thing.__class__ = type(kind.__name__, (kind,), {"__module__": kind.__module__, **held})
 
     def undo() -> None:
@@ -96,10 +102,10 @@ def hold_between(thing: Any, names: Sequence[str], window: Window) -> Callable[[
     return undo
 
 
-def _held(method: Callable[..., Any], window: Window) -> Callable[..., Any]:
+def _held(method: Callable[..., Any], is_held: Callable[[], bool]) -> Callable[..., Any]:
     @functools.wraps(method)
     def held(*args: Any, **kwargs: Any) -> Any:
-        return None if window.is_open else method(*args, **kwargs)
+        return None if is_held() else method(*args, **kwargs)
 
     return held
 

@@ -245,7 +245,11 @@ def names() -> dict[str, Any]:
 
 def end_of(namespace: dict[str, Any]) -> dict[str, Any]:
     hidden = {"data", "Context", "__builtins__", KEEPER, "__openclaw_item__"}
-    return {k: v for k, v in namespace.items() if k not in hidden and not callable(v) and k not in ("trainer", "bar")}
+    return {
+        k: v
+        for k, v in namespace.items()
+        if k not in hidden and not callable(v) and k not in ("trainer", "bar")
+    }
 
 
 def run(tree: ast.Module, namespace: dict[str, Any], keeper: Loops) -> None:
@@ -263,7 +267,9 @@ def copied(namespace: dict[str, Any]) -> dict[str, Any]:
             memo[id(value)] = types.FunctionType(value.__code__, twins, value.__name__)
         elif isinstance(value, type) and value.__name__ == "Trainer":
             methods = {n: m for n, m in vars(value).items() if n not in ("__dict__", "__weakref__")}
-            memo[id(value)] = type(value.__name__, value.__bases__, {n: bound(m, twins) for n, m in methods.items()})
+            memo[id(value)] = type(
+                value.__name__, value.__bases__, {n: bound(m, twins) for n, m in methods.items()}
+            )
     twins.update(copy.deepcopy(plain, memo))
     for twin in twins.values():
         if type(twin).__name__ == "Trainer" and type(twin) is not type:
@@ -299,6 +305,15 @@ def stop_at(tree: ast.Module, head: int) -> tuple[dict[str, Any], int, dict[int,
     return None
 
 
+def enter_at(tree: ast.Module, namespace: dict[str, Any], number: int, places: dict[int, LoopPlace]) -> int:
+    """Run the rest of a cell as a newcomer; return how many times it was told that it is in."""
+    entered: list[int] = []
+    keeper = Loops(lambda number: None, lambda: entered.append(1))
+    keeper.resume(places, number)
+    run(enter(tree, number), namespace, keeper)
+    return len(entered)
+
+
 @pytest.mark.parametrize("source", CELLS.values(), ids=list(CELLS))
 def test_entered_at_any_head_a_cell_ends_as_it_would_have(source: str) -> None:
     tree = ast.parse(source)
@@ -309,12 +324,8 @@ def test_entered_at_any_head_a_cell_ends_as_it_would_have(source: str) -> None:
     head = 0
     while (stopped := stop_at(tree, head)) is not None:
         namespace, number, places = stopped
-        entered: list[int] = []
-        keeper = Loops(lambda number: None, lambda: entered.append(1))
-        keeper.resume(places, number)
-        run(enter(tree, number), namespace, keeper)
+        assert enter_at(tree, namespace, number, places) == 1, "it was told once that it is in"
         assert end_of(namespace) == end_of(expected), f"entered at head {head} of loop {number}"
-        assert entered == [1], "it was told once that it is in"
         head += 1
     assert head >= len(loops_of(tree))
 
@@ -336,7 +347,10 @@ def test_the_cells_own_tree_is_left_alone() -> None:
 def test_errors_keep_their_line() -> None:
     source = "for epoch in range(2):\n    for x in data:\n        y = x\n    z = missing\n"
     tree = ast.parse(source)
-    for program, resumed in ((watch(tree), None), (enter(tree, 1), {0: LoopPlace(1, []), 1: LoopPlace(2, [])})):
+    for program, resumed in (
+        (watch(tree), None),
+        (enter(tree, 1), {0: LoopPlace(1, []), 1: LoopPlace(2, [])}),
+    ):
         keeper = Loops(lambda number: None)
         if resumed:
             keeper.resume(resumed, 1)

@@ -1,0 +1,81 @@
+"""How a running cell gets to its next group: asked for on the control thread, joined on the main thread.
+
+Knows the worker's group and the messages; does not know what the ranks do in a group.
+"""
+
+from __future__ import annotations
+
+import queue
+import time
+from typing import TYPE_CHECKING
+
+from openclaw_nb.engine.outbox import Outbox
+from openclaw_nb.protocol.messages import Regroup, Regrouped
+
+if TYPE_CHECKING:
+    from openclaw_nb.engine.group.ranks import Ranks
+    from openclaw_nb.engine.group.service import GroupService
+
+
+class CellRegrouper:
+    """The groups that one cell is to go on in.
+
+    Parameters
+    ----------
+    service : GroupService
+        The worker's group.
+    outbox : Outbox
+        Where it is told that the cell goes on.
+    worker : int
+        This worker's number.
+    run_id : str
+        The cell.
+    """
+
+    def __init__(self, service: GroupService, outbox: Outbox, worker: int, run_id: str) -> None:
+        self._service, self._outbox = service, outbox
+        self._worker, self._run_id = worker, run_id
+        self._asked: queue.SimpleQueue[tuple[Regroup, float] | None] = queue.SimpleQueue()
+        self._next: tuple[Regroup, float] | None = None
+
+    # ------------------------------------------------------------------------------- control thread
+
+    def ask(self, command: Regroup) -> None:
+        """Take the next group, and end all waits in the present one."""
+        self._asked.put((command, time.monotonic()))
+        self._service.release(command.cause)
+
+    def end(self) -> None:
+        """Let the cell end: there is no next group."""
+        self._asked.put(None)
+
+    # ---------------------------------------------------------------------------------- main thread
+
+    def wait(self) -> bool:
+        """Wait until the next group is asked for; return False when the cell is to end instead."""
+        self._next = self._asked.get()
+        while self._next is not None and not self._asked.empty():  # only the newest counts
+            self._next = self._asked.get()
+        return self._next is not None
+
+    def join(self, ranks: Ranks) -> None:
+        """Join the group that was asked for last, and let ``ranks`` be its ranks."""
+        assert self._next is not None
+        self._service.form(self._next[0].group)
+        assert self._service.internal is not None
+        ranks.bind(self._service.internal, self._service.shortcut)
+
+    def tell(self, num_done: int) -> None:
+        """Tell that the ranks go on, after so many operations."""
+        assert self._next is not None
+        command, asked_at = self._next
+        self._outbox.publish(
+            Regrouped(
+                worker=self._worker,
+                run_id=self._run_id,
+                epoch=command.group.epoch,
+                world_size=command.group.world_size,
+                num_done=num_done,
+                seconds=time.monotonic() - asked_at,
+            )
+        )

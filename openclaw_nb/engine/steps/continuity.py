@@ -1,0 +1,149 @@
+"""Going on after a death: the survivors meet in a new group and agree on what is done.
+
+    an operation of all ranks fails ──> every survivor comes here, from whatever operation it is in
+        │ a group of those who are left (`Regroup`, from the notebook's side)
+        ▼
+    how many operations has each seen complete?
+        the same on all ──> the operation is nobody's: it is made again, or the batch is repeated (a void step)
+        one more on some ──> it was complete: who missed it takes over its outcome
+
+Operations are counted. Two ranks can be apart by one at most: the next needs all of them. What an outcome is, is the
+business of who makes the operation.
+
+Knows groups, counts and outcomes; does not know batches, gradients or messages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from openclaw_nb.core.errors import GroupError, OpenClawError, ReleasedError
+from openclaw_nb.engine.group.ranks import Ranks
+
+
+class Regrouper(Protocol):
+    """Where this worker's next group comes from."""
+
+    def wait(self) -> bool:
+        """Wait until the next group is asked for; return False when the cell is to end instead."""
+
+    def join(self, ranks: Ranks) -> None:
+        """Join the group that was asked for last, and let ``ranks`` be its ranks.
+
+        Raises
+        ------
+        ReleasedError, GroupError
+            When it was given up before it stood.
+        """
+
+    def tell(self, num_done: int) -> None:
+        """Tell that the ranks go on, after so many operations."""
+
+
+@dataclass(frozen=True)
+class Missed:
+    """The outcome of an operation that this rank has missed; ``value`` is what its other ranks have kept of it."""
+
+    value: Any
+
+
+class Continuity:
+    """Counts the operations of all ranks, and takes the survivors of a death on to a new group.
+
+    Parameters
+    ----------
+    ranks : Ranks
+        The ranks; bound to each new group.
+    regrouper : Regrouper or None
+        Where groups come from; with None a death ends the operation, as it ends the cell.
+
+    Attributes
+    ----------
+    renew : callable
+        Makes anew what belongs to a group; called in each new one by all ranks that have it.
+    """
+
+    def __init__(self, ranks: Ranks, regrouper: Regrouper | None = None) -> None:
+        self._ranks, self._regrouper = ranks, regrouper
+        self.renew: Callable[[], None] = lambda: None
+        self._done = 0
+        self._outcome: Callable[[], Any] = lambda: None
+
+    @property
+    def is_possible(self) -> bool:
+        """Whether there is a way on after a death."""
+        return self._regrouper is not None
+
+    def complete(self, outcome: Callable[[], Any]) -> None:
+        """Count an operation that is complete here; ``outcome`` returns what a rank that missed it needs."""
+        self._done += 1
+        self._outcome = outcome
+
+    def agree(self, make: Callable[[], Any]) -> Any:
+        """Return what an operation of all ranks returns, the same on each; it is made again after a death."""
+        value = self.attempt(make)
+        if isinstance(value, Missed):
+            value = value.value
+        self.complete(lambda: value)
+        return value
+
+    def attempt(self, make: Callable[[], Any]) -> Any:
+        """Return what an operation of all ranks returns, or `Missed`; it is made again after a death."""
+        while True:
+            try:
+                return make()
+            except (OpenClawError, RuntimeError) as error:
+                missed = self.recover(error)
+                if missed is not None:
+                    return missed
+
+    def recover(self, error: BaseException) -> Missed | None:
+        """Go on in a new group after an operation has failed.
+
+        Parameters
+        ----------
+        error : Exception
+            What it failed with; raised again when it is not the end of a rank, or there is no way on.
+
+        Returns
+        -------
+        Missed or None
+            The outcome, when the operation was complete on another rank; None when it was on none.
+        """
+        if self._regrouper is None or not is_release(error):
+            raise error
+        while self._regrouper.wait():
+            try:
+                self._regrouper.join(self._ranks)
+                self.renew()
+                missed = self._meet()
+            except (OpenClawError, RuntimeError) as next_error:
+                if not (isinstance(next_error, GroupError) or is_release(next_error)):
+                    raise
+                continue
+            self._regrouper.tell(self._done)
+            return missed
+        raise error
+
+    def _meet(self) -> Missed | None:
+        """Compare what is done; every rank of the new group is here."""
+        rows = self._ranks.gather(torch.tensor([self._done])).flatten().tolist()
+        most = max(rows)
+        if min(rows) == most:
+            return None
+        ahead = rows.index(most)
+        mine = self._outcome() if self._ranks.rank == ahead else None
+        value = self._ranks.broadcast(mine, source=ahead)
+        return Missed(value) if self._done < most else None
+
+
+def is_release(error: BaseException) -> bool:
+    """Whether an error is the end of an operation because a rank is gone.
+
+    torch's C++ code turns the error of a released collective into a RuntimeError that quotes it.
+    """
+    return isinstance(error, ReleasedError) or ReleasedError.__name__ in f"{type(error).__name__}: {error}"
