@@ -25,6 +25,8 @@ from openclaw_nb.protocol.messages import (
     Measured,
     Recall,
     ReceiveVariables,
+    Regroup,
+    Regrouped,
     Release,
     RunCell,
     SendVariables,
@@ -34,18 +36,19 @@ from openclaw_nb.protocol.messages import (
 )
 
 # Change a line here only together with PROTOCOL_VERSION. Fields with "=" have a default.
-VERSION = 3
+VERSION = 4
 WIRE = {
     "StrategySpec": "name options= model= optimizer= loader= split= reduction= sync_batchnorm=",
     "FormGroup": (
         "epoch rank world_size store_host store_port backend timeout_seconds directory search_path"
     ),
-    "RunCell": "run_id epoch source execution_count strategy= compare_names= verify_steps=",
+    "RunCell": "run_id epoch source execution_count strategy= compare_names= verify_steps= recovers=",
     "SendVariables": "names path",
     "ReceiveVariables": "path",
     "DescribeVariables": "names",
     "Complete": "code cursor",
     "Release": "epoch run_id cause grace_seconds",
+    "Regroup": "run_id group cause",
     "Locate": "",
     "Recall": "with_output=",
     "Done": "value=",
@@ -53,6 +56,7 @@ WIRE = {
     "Shown": "run_id worker seq entries",
     "Whereabouts": "worker run_id epoch call group number seconds line code",
     "Measured": "worker run_id seq at steps samples loss seconds= num_bytes= drift= first_nan= count=",
+    "Regrouped": "worker run_id epoch world_size num_done seconds",
 }
 
 SPEC = StrategySpec(
@@ -65,25 +69,27 @@ SPEC = StrategySpec(
     reduction="sum",
     sync_batchnorm=False,
 )
+FORM = FormGroup(
+    epoch=3,
+    rank=1,
+    world_size=2,
+    store_host="127.0.0.1",
+    store_port=4711,
+    backend="auto",
+    timeout_seconds=60.5,
+    directory="/home/me/büro",
+    search_path=["", "/home/me"],
+)
 EXAMPLES = [
     SPEC,
-    FormGroup(
-        epoch=3,
-        rank=1,
-        world_size=2,
-        store_host="127.0.0.1",
-        store_port=4711,
-        backend="auto",
-        timeout_seconds=60.5,
-        directory="/home/me/büro",
-        search_path=["", "/home/me"],
-    ),
+    FORM,
     RunCell(run_id="r-1", epoch=3, source="print('ä')\n", execution_count=7),
     RunCell(run_id="r-2", epoch=3, source="", execution_count=0, strategy=SPEC, compare_names=True),
     SendVariables(names=["x", "y"], path="/dev/shm/a"),
     ReceiveVariables(path="/dev/shm/a"),
     DescribeVariables(names=[]),
     Complete(code="mod", cursor=3),
+    Regroup(run_id="r-1", group=FORM, cause="rank 0 died"),
     Release(epoch=3, run_id="r-1", cause="rank 0 died", grace_seconds=0.5),
     Locate(),
     Recall(with_output=False),
@@ -109,6 +115,7 @@ EXAMPLES = [
         line=4,
         code="dist.barrier()",
     ),
+    Regrouped(worker=0, run_id="r-1", epoch=4, world_size=1, num_done=7, seconds=0.25),
     Measured(
         worker=0, run_id="r-1", seq=1, at=1.5, steps=3, samples=96, loss=None, seconds={"computing": 0.5}
     ),
