@@ -294,9 +294,6 @@ class Agent:
 
     def _release(self, command: Release) -> Done:
         """Cut the collectives now; interrupt Python code that goes on after the grace time."""
-        with self._lock:
-            if self._regrouper is not None:
-                self._regrouper.end()
         if self._group is not None and self._group.epoch == command.epoch:
             self._group.release(command.cause)
         with self._lock:
@@ -305,6 +302,8 @@ class Agent:
                 self._released_early = command.run_id, command.cause  # it came past the cell that it ends
                 return Done(value={"running": False})
             self._released = command.cause
+            if self._regrouper is not None:
+                self._regrouper.end()
         self._interrupt_later(running, command.grace_seconds)
         return Done(value={"running": True})
 
