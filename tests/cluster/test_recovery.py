@@ -6,6 +6,7 @@ death on the batch is summed in another number of parts, which changes the order
 
 from __future__ import annotations
 
+import itertools
 import os
 import random
 import signal
@@ -100,8 +101,11 @@ def check(lab: Lab, result: RunResult, expected: dict[str, Any], survivors: list
             assert lab.pull("rates", rank) == pytest.approx(expected["rates"], rel=1e-12)
 
 
-@pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("count", [0, 7, 14], ids=["first batch", "in the midst", "last batch"])
+FIRST, MIDST, LAST = 0, 7, 14  # of 15 batches
+AT = [("head", FIRST), *((place, MIDST) for place in PLACES), ("in backward", LAST), ("step", LAST)]
+
+
+@pytest.mark.parametrize(("place", "count"), AT)
 def test_killed_at_any_statement_of_the_loop(pair: Lab, place: str, count: int) -> None:
     result = train(pair, 2, place, {count: 1}, SCHEDULED, LOOP)
     check(pair, result, expected_state(SCHEDULED, LOOP), [0])
@@ -109,7 +113,7 @@ def test_killed_at_any_statement_of_the_loop(pair: Lab, place: str, count: int) 
     assert "rank 1 (worker-1) died" in result.notes[0]
 
 
-@pytest.mark.parametrize("seconds", [0.0, 0.005, 0.01, 0.02, 0.04])
+@pytest.mark.parametrize("seconds", [0.0, 0.01])
 def test_killed_while_the_cell_begins(lab: Lab, seconds: float) -> None:
     """The objects of the cell are found, and made equal on all ranks."""
     lab.good(SCHEDULED)
@@ -210,7 +214,7 @@ def killed_at_random(lab: Lab, num_workers: int, num_deaths: int, dice: random.R
     return result
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 def test_killed_at_a_random_moment(lab: Lab, pair: Lab, seed: int) -> None:
     dice = random.Random(seed)
     killed_at_random(pair, 2, 1, dice)
@@ -220,6 +224,10 @@ def test_killed_at_a_random_moment(lab: Lab, pair: Lab, seed: int) -> None:
 @pytest.mark.soak
 def test_100_kills_at_random_moments(lab: Lab, pair: Lab) -> None:
     dice = random.Random(7)
+    for place, count in itertools.product(PLACES, (FIRST, MIDST, LAST)):
+        test_killed_at_any_statement_of_the_loop(pair, place, count)
+    for seconds in (0.005, 0.02, 0.03, 0.04):
+        test_killed_while_the_cell_begins(lab, seconds)
     for number in range(100):
         one = number % 2
         killed_at_random(pair if one else lab, 2 if one else 4, 1, dice)
