@@ -206,6 +206,7 @@ class CellRun:
         self._replies: dict[int, Reply] = {}
         self._num_batches = dict.fromkeys(ranks, 0)
         self._num_measured = dict.fromkeys(ranks, 0)
+        self._num_steps = dict.fromkeys(ranks, 0)
         self._died: list[int] = []
         self._mender, self._max_retries = mender, max_retries
         self._deaths: list[Death] = []
@@ -353,11 +354,17 @@ class CellRun:
             command = Regroup(run_id=self.run_id, group=group, cause=f"rank {rank} died")
             self._channel.request_at_once(number, command)
 
+    def _count_steps(self, rank: int, steps: int) -> None:
+        """Let a step that was made after the last death end the row of failures."""
+        self._num_steps[rank] += steps
+        if self._deaths and 0 <= self._deaths[-1].num_steps < self._num_steps[rank]:
+            self._num_failures = 0
+
     def _take_regrouped(self, event: Regrouped) -> None:
         newest = self._deaths[-1]
         if event.epoch == self._epoch and newest.num_steps < 0:
             seconds = time.monotonic() - self._died_at
-            self._deaths[-1] = replace(newest, num_steps=event.num_done, seconds=seconds)
+            self._deaths[-1] = replace(newest, num_steps=event.num_steps, seconds=seconds)
 
     def _take_reply(self, rank: int, future: Future[Reply]) -> None:
         try:
@@ -385,8 +392,7 @@ class CellRun:
                     self._shown.put(Output(rank, entry))
             case Measured():
                 self._num_measured[rank] = event.seq
-                if event.steps and (not self._deaths or self._deaths[-1].num_steps >= 0):
-                    self._num_failures = 0
+                self._count_steps(rank, event.steps)
                 self._shown.put(event)
             case Regrouped():
                 self._take_regrouped(event)

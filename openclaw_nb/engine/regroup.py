@@ -16,6 +16,9 @@ if TYPE_CHECKING:
     from openclaw_nb.engine.group.ranks import Ranks
     from openclaw_nb.engine.group.service import GroupService
 
+# A death is known at once, or after some seconds of missed heartbeats.
+_PATIENCE_SECONDS = 60.0
+
 
 class CellRegrouper:
     """The groups that one cell is to go on in.
@@ -52,8 +55,14 @@ class CellRegrouper:
     # ---------------------------------------------------------------------------------- main thread
 
     def wait(self) -> bool:
-        """Wait until the next group is asked for; return False when the cell is to end instead."""
-        self._next = self._asked.get()
+        """Wait until the next group is asked for; return False when the cell is to end instead.
+
+        It ends, too, when none is asked for in time: then nobody died, and the ranks cannot reach each other.
+        """
+        try:
+            self._next = self._asked.get(timeout=_PATIENCE_SECONDS)
+        except queue.Empty:
+            return False
         while self._next is not None and not self._asked.empty():  # only the newest counts
             self._next = self._asked.get()
         return self._next is not None
@@ -65,8 +74,8 @@ class CellRegrouper:
         assert self._service.internal is not None
         ranks.bind(self._service.internal, self._service.shortcut)
 
-    def tell(self, num_done: int) -> None:
-        """Tell that the ranks go on, after so many operations."""
+    def tell(self, num_steps: int) -> None:
+        """Tell that the ranks go on, after so many steps."""
         assert self._next is not None
         command, asked_at = self._next
         self._outbox.publish(
@@ -75,7 +84,7 @@ class CellRegrouper:
                 run_id=self._run_id,
                 epoch=command.group.epoch,
                 world_size=command.group.world_size,
-                num_done=num_done,
+                num_steps=num_steps,
                 seconds=time.monotonic() - asked_at,
             )
         )

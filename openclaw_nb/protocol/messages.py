@@ -247,15 +247,15 @@ class Measured:
 class Regrouped:
     """A worker goes on with its cell in a new group.
 
-    ``num_done`` counts the operations of all ranks that were complete, ``seconds`` is how long it took here since the
-    group was asked for.
+    ``num_steps`` counts the steps that were complete, ``seconds`` is how long it took here since the group was asked
+    for.
     """
 
     worker: int
     run_id: str
     epoch: int
     world_size: int
-    num_done: int
+    num_steps: int
     seconds: float
 
 

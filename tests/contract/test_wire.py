@@ -56,7 +56,7 @@ WIRE = {
     "Shown": "run_id worker seq entries",
     "Whereabouts": "worker run_id epoch call group number seconds line code",
     "Measured": "worker run_id seq at steps samples loss seconds= num_bytes= drift= first_nan= count=",
-    "Regrouped": "worker run_id epoch world_size num_done seconds",
+    "Regrouped": "worker run_id epoch world_size num_steps seconds",
 }
 
 SPEC = StrategySpec(
@@ -115,7 +115,7 @@ EXAMPLES = [
         line=4,
         code="dist.barrier()",
     ),
-    Regrouped(worker=0, run_id="r-1", epoch=4, world_size=1, num_done=7, seconds=0.25),
+    Regrouped(worker=0, run_id="r-1", epoch=4, world_size=1, num_steps=7, seconds=0.25),
     Measured(
         worker=0, run_id="r-1", seq=1, at=1.5, steps=3, samples=96, loss=None, seconds={"computing": 0.5}
     ),

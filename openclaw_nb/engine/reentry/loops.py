@@ -46,10 +46,6 @@ class LoopPlace:
     passes: list[Pass]
 
 
-class Placeholder:
-    """Stands for a batch that was trained before the newcomer came; no code of the cell gets it."""
-
-
 @dataclass
 class _Loop:
     given: int = 0
@@ -82,15 +78,7 @@ class Loops:
     def over(self, number: int, items: Iterable[Any]) -> Iterator[Any]:
         """Yield the items of a ``for`` loop; a newcomer's go on where the others' are."""
         __tracebackhide__ = True
-        iterator = self._begin(number, items)
-        while True:
-            self._at_head(number)
-            try:
-                item = self._next(number, iterator)
-            except StopIteration:
-                return
-            self._loops[number].given += 1
-            yield item
+        yield from self._items(number, self._begin(number, items))
 
     def resumed(self, number: int, items: Iterable[Any]) -> Iterator[Any]:
         """Yield a first item for the iteration that is under way, then those that come after it."""
@@ -98,6 +86,10 @@ class Loops:
         iterator = self._begin(number, items)
         self._first.add(number)
         yield None
+        yield from self._items(number, iterator)
+
+    def _items(self, number: int, iterator: Iterator[Any]) -> Iterator[Any]:
+        __tracebackhide__ = True
         while True:
             self._at_head(number)
             try:

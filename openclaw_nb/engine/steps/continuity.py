@@ -40,8 +40,8 @@ class Regrouper(Protocol):
             When it was given up before it stood.
         """
 
-    def tell(self, num_done: int) -> None:
-        """Tell that the ranks go on, after so many operations."""
+    def tell(self, num_steps: int) -> None:
+        """Tell that the ranks go on, after so many steps."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class Continuity:
     def __init__(self, ranks: Ranks, regrouper: Regrouper | None = None) -> None:
         self._ranks, self._regrouper = ranks, regrouper
         self.renew: Callable[[], None] = lambda: None
-        self._done = 0
+        self._done = self._num_steps = 0
         self._outcome: Callable[[], Any] = lambda: None
 
     @property
@@ -78,9 +78,10 @@ class Continuity:
         """Whether there is a way on after a death."""
         return self._regrouper is not None
 
-    def complete(self, outcome: Callable[[], Any]) -> None:
+    def complete(self, outcome: Callable[[], Any], *, is_step: bool = False) -> None:
         """Count an operation that is complete here; ``outcome`` returns what a rank that missed it needs."""
         self._done += 1
+        self._num_steps += is_step
         self._outcome = outcome
 
     def agree(self, make: Callable[[], Any]) -> Any:
@@ -125,7 +126,7 @@ class Continuity:
                 if not (isinstance(next_error, GroupError) or is_release(next_error)):
                     raise
                 continue
-            self._regrouper.tell(self._done)
+            self._regrouper.tell(self._num_steps + (missed is not None))
             return missed
         raise error
 

@@ -229,7 +229,7 @@ class StepEngine:
             self.num_void += 1
         else:
             state.put(self._objects, missed.value)
-            self._continuity.complete(self._state)
+            self._continuity.complete(self._state, is_step=True)
             self._is_taken_over = True
         self._reducer.drop_gradients()
 
@@ -401,6 +401,8 @@ class StepEngine:
         except (OpenClawError, RuntimeError) as error:
             self._reducer.drop_gradients()
             self._survive(error)
+            if self._is_taken_over:
+                self._count_step(root, float(root.detach()))
             return
         except BaseException:
             self._reducer.drop_gradients()
@@ -430,7 +432,7 @@ class StepEngine:
             total = self._reducer.finish()
         finally:
             self._clock.leave()
-        self._continuity.complete(self._state)
+        self._continuity.complete(self._state, is_step=True)
         return total
 
     def _check_several(self, kind: LossKind) -> None:
@@ -483,6 +485,9 @@ class StepEngine:
         own = float(root.detach())
         for scalar, value in votes.global_values(total, vote) if self._splitter is None else ():
             scalar.data.fill_(value)
+        self._count_step(root, own)
+
+    def _count_step(self, root: Tensor, own: float) -> None:
         self._publisher.batch(self._num_local())
         self._publisher.step(float(root.detach()), own, self._reducer.num_bytes)
 
