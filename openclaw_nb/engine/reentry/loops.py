@@ -1,7 +1,7 @@
 """The keeper of a cell's loops: counts their iterations, tells of their heads, and resumes them on a newcomer.
 
     for x in ITEMS  ──>  for x in keeper.over(0, ITEMS)      the program is `program`'s
-                            ├─ at_head(0)       another rank may have to be let in here
+                            ├─ at_head(0, True)   another rank may have to be let in here
                             └─ next item        what loaders begin meanwhile belongs to this loop
 
 Knows numbers of loops and passes of loaders; does not know ranks or syntax trees.
@@ -23,11 +23,17 @@ class Pass:
     start : bytes
         The common random state at its beginning.
     given : int
-        How many batches the cell has got.
+        How many batches the cell has got, those that came again among them.
+    settled : int
+        How many batches are done with.
+    is_over : bool
+        Whether it has ended.
     """
 
     start: bytes
     given: int = 0
+    settled: int = 0
+    is_over: bool = False
 
 
 @dataclass(frozen=True)
@@ -59,14 +65,24 @@ class Loops:
     Parameters
     ----------
     at_head : callable
-        Told the number of a loop whose next iteration is about to begin, before anything of it has run.
+        Told the number of a loop whose next iteration is about to begin, before anything of it has run, and whether
+        the iteration before it has worked. All ranks are at the same head then: work is done by all of them together.
     on_entered : callable
         Called once on a newcomer when the loop that it enters is about to give its first item.
+    work : callable
+        Returns a number that grows with the work that is done.
     """
 
-    def __init__(self, at_head: Callable[[int], None], on_entered: Callable[[], None] = lambda: None) -> None:
+    def __init__(
+        self,
+        at_head: Callable[[int, bool], None],
+        on_entered: Callable[[], None] = lambda: None,
+        work: Callable[[], int] = lambda: 0,
+    ) -> None:
         self._at_head = at_head
         self._on_entered = on_entered
+        self._work = work
+        self._heads: list[tuple[int, int]] = []
         self._loops: dict[int, _Loop] = {}
         self._inside: list[int] = []
         self._places: dict[int, LoopPlace] = {}
@@ -91,7 +107,7 @@ class Loops:
     def _items(self, number: int, iterator: Iterator[Any]) -> Iterator[Any]:
         __tracebackhide__ = True
         while True:
-            self._at_head(number)
+            self._tell_head(number)
             try:
                 item = self._next(number, iterator)
             except StopIteration:
@@ -119,11 +135,26 @@ class Loops:
         if number == self._entered:
             self._enter(number)
         self._loops.setdefault(number, _Loop())
-        self._at_head(number)
+        self._tell_head(number)
         return True
+
+    def _tell_head(self, number: int) -> None:
+        before, now = self._leave_inner(number), self._work()
+        self._heads.append((number, now))
+        self._at_head(number, before is not None and before < now)
+
+    def _leave_inner(self, number: int) -> int | None:
+        """Forget the heads of loops that have ended inside of this one; return the work done at its last head."""
+        if all(other != number for other, _ in self._heads):
+            return None
+        while True:
+            other, work = self._heads.pop()
+            if other == number:
+                return work
 
     def _begin(self, number: int, items: Iterable[Any]) -> Iterator[Any]:
         place = self._places.pop(number, None)
+        self._leave_inner(number)
         loop = self._loops[number] = _Loop()
         if place is not None:
             loop.resumed = list(place.passes)

@@ -287,7 +287,7 @@ def stop_at(tree: ast.Module, head: int) -> tuple[dict[str, Any], int, dict[int,
     """Run a cell until it is at a loop's head for the n-th time; return what a newcomer needs, None if it ended."""
     seen = 0
 
-    def at_head(number: int) -> None:
+    def at_head(number: int, worked: bool) -> None:
         nonlocal seen
         seen += 1
         if seen == head + 1:
@@ -308,7 +308,7 @@ def stop_at(tree: ast.Module, head: int) -> tuple[dict[str, Any], int, dict[int,
 def enter_at(tree: ast.Module, namespace: dict[str, Any], number: int, places: dict[int, LoopPlace]) -> int:
     """Run the rest of a cell as a newcomer; return how many times it was told that it is in."""
     entered: list[int] = []
-    keeper = Loops(lambda number: None, lambda: entered.append(1))
+    keeper = Loops(lambda number, worked: None, lambda: entered.append(1))
     keeper.resume(places, number)
     run(enter(tree, number), namespace, keeper)
     return len(entered)
@@ -319,7 +319,7 @@ def test_entered_at_any_head_a_cell_ends_as_it_would_have(source: str) -> None:
     tree = ast.parse(source)
     expected, watched = names(), names()
     exec(compile(source, "<cell>", "exec"), expected)
-    run(watch(tree), watched, Loops(lambda number: None))
+    run(watch(tree), watched, Loops(lambda number, worked: None))
     assert end_of(watched) == end_of(expected)
     head = 0
     while (stopped := stop_at(tree, head)) is not None:
@@ -351,7 +351,7 @@ def test_errors_keep_their_line() -> None:
         (watch(tree), None),
         (enter(tree, 1), {0: LoopPlace(1, []), 1: LoopPlace(2, [])}),
     ):
-        keeper = Loops(lambda number: None)
+        keeper = Loops(lambda number, worked: None)
         if resumed:
             keeper.resume(resumed, 1)
         with pytest.raises(NameError) as caught:
@@ -378,7 +378,7 @@ def test_placeholders_stand_only_where_nothing_looks_into_them(head: str, expect
 
 
 def test_passes_belong_to_the_loop_whose_head_begins_them() -> None:
-    keeper = Loops(lambda number: None)
+    keeper = Loops(lambda number, worked: None)
 
     def loader() -> Any:
         begun = keeper.begin_pass(b"state")
@@ -395,7 +395,7 @@ def test_passes_belong_to_the_loop_whose_head_begins_them() -> None:
 
 
 def test_a_newcomers_loaders_take_their_passes_up_in_order() -> None:
-    keeper = Loops(lambda number: None)
+    keeper = Loops(lambda number, worked: None)
     taken = []
 
     def loader(name: str) -> Any:
@@ -411,3 +411,30 @@ def test_a_newcomers_loaders_take_their_passes_up_in_order() -> None:
     assert taken == [("one", b"a"), ("two", b"b")]
     assert list(keeper.over(0, loader("next pass"))) == [0, 1, 2, 3, 4]
     assert taken[-1] == ("next pass", None)
+
+
+def test_a_head_tells_whether_its_last_iteration_has_worked() -> None:
+    """Ranks may come to a loop's first head, and to those of loops that do no work, without the others."""
+    source = """
+for epoch in range(2):
+    for x in range(2):
+        work()
+    for line in report:
+        print(line, end="")
+    while (left := left - 1) % 2:
+        pass
+"""
+    for report in ([], ["a", "b"]):
+        told: list[int] = []
+        done = [0]
+
+        def work(done: list[int] = done) -> None:
+            done[0] += 1
+
+        def at_head(number: int, worked: bool, told: list[int] = told) -> None:
+            if worked:
+                told.append(number)
+
+        keeper = Loops(at_head, work=lambda done=done: done[0])
+        run(watch(ast.parse(source)), {"work": work, "report": report, "left": 4}, keeper)
+        assert told == [1, 1, 0, 1, 1, 0], "after each batch, and after each epoch"
