@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Coroutine
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
@@ -26,8 +27,10 @@ from openclaw_nb.protocol.messages import (
     Complete,
     DescribeVariables,
     Done,
+    EnterCell,
     Failed,
     FormGroup,
+    LetIn,
     Locate,
     Recall,
     ReceiveVariables,
@@ -68,6 +71,8 @@ class Agent:
         self._regrouper: CellRegrouper | None = None
         self._released = ""
         self._released_early = ("", "")
+        self._regroup_early: Regroup | None = None
+        self._introduced: dict[str, Any] = {}
         self._captured = False
         self._beater: threading.Thread | None = None
         self._lock = threading.Lock()
@@ -80,7 +85,7 @@ class Agent:
             capture(self.outbox, self._shell)
             self._captured = True
         reply = await self._handle(command)
-        if isinstance(command, RunCell):
+        if isinstance(command, RunCell | EnterCell):
             self.outbox.ended(reply)
         return reply
 
@@ -89,6 +94,8 @@ class Agent:
             match command:
                 case RunCell():
                     return await self._run_cell(command)
+                case EnterCell():
+                    return await self._enter_cell(command)
                 case FormGroup():
                     return self._form_group(command)
                 case SendVariables():
@@ -106,11 +113,15 @@ class Agent:
         except Exception as error:  # noqa: BLE001 - the reply carries it to the notebook; the worker goes on
             return failure(error, traceback.format_exception(error))
 
-    def _form_group(self, command: FormGroup) -> Done:
+    def _settle_in(self, command: FormGroup) -> None:
+        """Be where the notebook is."""
         self._preload.wait()
         with contextlib.suppress(OSError):  # the notebook's directory may not exist on another host
             os.chdir(command.directory)
         sys.path[:] = [*command.search_path, *(p for p in sys.path if p not in command.search_path)]
+
+    def _form_group(self, command: FormGroup) -> Done:
+        self._settle_in(command)
         if command.world_size:
             self._service.form(command)
         self._introduce()
@@ -125,7 +136,7 @@ class Agent:
         return self._group
 
     def _introduce(self) -> None:
-        """Put the names that a plain cell may use into the namespace."""
+        """Put the names that a plain cell may use into the namespace, but for those that a cell has bound by itself."""
         import torch
         import torch.distributed as dist
 
@@ -136,7 +147,9 @@ class Agent:
             "device": torch.device("cuda", 0) if on_gpu else torch.device("cpu"),
             "dist": dist,
         }
-        self._shell.push(names, interactive=False)
+        own = {n for n, value in self._introduced.items() if self._shell.user_ns.get(n, value) is not value}
+        self._introduced = names
+        self._shell.push({n: value for n, value in names.items() if n not in own}, interactive=False)
 
     def _complete(self, command: Complete) -> dict[str, Any]:
         if not command.code.strip():
@@ -150,23 +163,48 @@ class Agent:
     # ------------------------------------------------------------------------------------- a cell
 
     async def _run_cell(self, command: RunCell) -> Reply:
+        if command.epoch != self._service.epoch:
+            message = f"The worker is in epoch {self._service.epoch}, not {command.epoch}."
+            return failure(OpenClawError(message), [])
+        self._begin(command, self._new_regrouper(command) if command.recovers else None)
+        return await self._answer(command, self._run_under_strategy(command))
+
+    async def _enter_cell(self, command: EnterCell) -> Reply:
+        """Take part, as a newcomer, in a cell that runs."""
+        cell = command.cell
+        self._settle_in(command.group)
+        regrouper = self._new_regrouper(cell)
+        regrouper.ask(Regroup(run_id=cell.run_id, group=command.group, cause="the worker is a newcomer"))
+        self._begin(cell, regrouper)
+        return await self._answer(cell, self._go_in(cell, regrouper))
+
+    def _new_regrouper(self, command: RunCell) -> CellRegrouper:
+        worker = self._kernel.engine_id
+        return CellRegrouper(self._service, self.outbox, worker, command.run_id, self._introduce)
+
+    def _begin(self, command: RunCell, regrouper: CellRegrouper | None) -> None:
         service = self._service
-        if command.epoch != service.epoch:
-            return failure(OpenClawError(f"The worker is in epoch {service.epoch}, not {command.epoch}."), [])
         with self._lock:
-            self._running = command
+            self._running, self._regrouper = command, regrouper
             self._released = ""
-            if command.recovers:
-                self._regrouper = CellRegrouper(service, self.outbox, self._kernel.engine_id, command.run_id)
+            early, self._regroup_early = self._regroup_early, None
+            if regrouper is not None and early is not None and early.run_id == command.run_id:
+                regrouper.ask(early)
             if self._released_early[0] == command.run_id:
                 self._released = self._released_early[1]
+                if regrouper is not None:
+                    regrouper.end()
                 self._interrupt_later(command, 0.0)
         self.outbox.begin(Record(command, service.rank, service.world_size))
         if self._beater is None:
             self._beater = threading.Thread(target=self._beat, name="openclaw-beat", daemon=True)
             self._beater.start()
+
+    async def _answer(
+        self, command: RunCell, work: Coroutine[Any, Any, tuple[Outcome, dict[str, Any]]]
+    ) -> Reply:
         try:
-            outcome, report = await self._run_under_strategy(command)
+            outcome, report = await work
         finally:
             with self._lock:
                 self._running = self._regrouper = None
@@ -192,24 +230,40 @@ class Agent:
         self._shell.payload_manager.clear_payload()
 
     async def _run_under_strategy(self, command: RunCell) -> tuple[Outcome, dict[str, Any]]:
-        report: dict[str, Any] = {}
-        if command.strategy is not None and command.verify_steps:
-            return await self._verify(command, command.strategy)
         if command.strategy is None:
             outcome = await self._runner.run(command.source, command.execution_count)
-            return outcome, report
-        from openclaw_nb.engine.parallel.registry import strategy_context
+            return outcome, {}
+        if command.verify_steps:
+            return await self._verify(command, command.strategy)
+        return await self._train(command, command.strategy)
 
-        group = self._service
-        publisher = self._publisher(command)
+    async def _go_in(self, command: RunCell, regrouper: CellRegrouper) -> tuple[Outcome, dict[str, Any]]:
+        assert command.strategy is not None
+        try:
+            regrouper.join_first()
+        except (OpenClawError, RuntimeError) as error:
+            return Outcome(error, traceback.format_exception(error)), {}
+        return await self._train(command, command.strategy, is_newcomer=True)
+
+    async def _train(
+        self, command: RunCell, spec: StrategySpec, *, is_newcomer: bool = False
+    ) -> tuple[Outcome, dict[str, Any]]:
+        from openclaw_nb.engine.parallel.registry import Crossing, strategy_context
+
+        report: dict[str, Any] = {}
+        namespace, publisher = self._shell.user_ns, self._publisher(command)
+        crossing = None
+        if self._regrouper is not None:
+            hidden = {**self._shell.user_ns_hidden, **self._introduced}
+            crossing = Crossing(self._regrouper, hidden, is_newcomer)
         context = strategy_context(
-            command.strategy, group, self._shell.user_ns, command.source, publisher, report, self._regrouper
+            spec, self._service, namespace, command.source, publisher, report, crossing
         )
         try:
-            with context as strategy:
-                outcome = await self._runner.run(command.source, command.execution_count)
+            with context as prepared:
+                outcome = await self._runner.run(command.source, command.execution_count, prepared.gate)
                 if outcome.error is None:
-                    strategy.finish()
+                    prepared.strategy.finish()
         except (OpenClawError, RuntimeError) as error:
             # Preparing the objects, or giving them back, failed: there is no cell to show a line of.
             return Outcome(error, traceback.format_exception(error)), report
@@ -218,7 +272,7 @@ class Agent:
         if command.compare_names:
             from openclaw_nb.engine.objects.names import cell_names
 
-            report["names"] = variables.digests(self._shell.user_ns, cell_names(command.source).stores)
+            report["names"] = variables.digests(namespace, cell_names(command.source).stores)
         return outcome, report
 
     async def _verify(self, command: RunCell, spec: StrategySpec) -> tuple[Outcome, dict[str, Any]]:
@@ -264,6 +318,8 @@ class Agent:
                 return self._release(command)
             case Regroup():
                 return self._regroup(command)
+            case LetIn():
+                return self._let_in(command)
             case Locate():
                 running = self._running
                 where = self._whereabouts(running) if running else None
@@ -310,11 +366,23 @@ class Agent:
     def _regroup(self, command: Regroup) -> Done:
         """Let the running cell go on in another group."""
         with self._lock:
-            running, regrouper = self._running, self._regrouper
-        if running is None or running.run_id != command.run_id or regrouper is None:
-            return Done(value={"running": False})
-        regrouper.ask(command)
-        return Done(value={"running": True})
+            regrouper = self._regrouper_of(command.run_id)
+            if regrouper is None:
+                self._regroup_early = command  # it came past the command to enter the cell
+            else:
+                regrouper.ask(command)
+        return Done(value={"running": regrouper is not None})
+
+    def _let_in(self, command: LetIn) -> Done:
+        """Let newcomers in where that can be."""
+        with self._lock:
+            regrouper = self._regrouper_of(command.run_id)
+            if regrouper is not None:
+                regrouper.let_in()
+        return Done(value={"running": regrouper is not None})
+
+    def _regrouper_of(self, run_id: str) -> CellRegrouper | None:
+        return self._regrouper if self._running is not None and self._running.run_id == run_id else None
 
     def _interrupt_later(self, running: RunCell, seconds: float) -> None:
         timer = threading.Timer(seconds, self._interrupt_if_running, args=(running,))

@@ -5,14 +5,17 @@ Knows IPython's shell and the cell's own lines; does not know groups, strategies
 
 from __future__ import annotations
 
+import ast
 import asyncio
 import re
 import signal
 import sys
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FrameType
-from typing import Any
+from typing import Any, Protocol
 
 from openclaw_nb.core.errors import OpenClawError, ReleasedError
 
@@ -25,6 +28,13 @@ class Outcome:
 
     error: BaseException | None
     traceback: list[str]
+
+
+class Transformer(Protocol):
+    """What makes the program that is run of a cell's tree."""
+
+    def visit(self, tree: ast.Module) -> ast.Module:
+        """Return the program."""
 
 
 class CellRunner:
@@ -50,8 +60,8 @@ class CellRunner:
 
     # ------------------------------------------------------------------------------------ running
 
-    async def run(self, source: str, execution_count: int) -> Outcome:
-        """Run ``source`` as the notebook's cell ``execution_count``.
+    async def run(self, source: str, execution_count: int, transformer: Transformer | None = None) -> Outcome:
+        """Run ``source`` as the notebook's cell ``execution_count``, or what ``transformer`` makes of it.
 
         The source's line numbers are those of the notebook's cell, and tracebacks name that cell.
         """
@@ -63,7 +73,8 @@ class CellRunner:
         self._code_name = shell.compile.get_code_name(source, transformed, execution_count)
         previous = signal.signal(signal.SIGINT, self._on_sigint)
         try:
-            result = await self._run_cell(source, transformed)
+            with self._transformed_by(transformer):
+                result = await self._run_cell(source, transformed)
         except (KeyboardInterrupt, asyncio.CancelledError) as error:
             # The interrupt came in the last instant, outside of what the shell guards.
             return Outcome(KeyboardInterrupt(*error.args), self._traceback)
@@ -74,6 +85,18 @@ class CellRunner:
         if isinstance(raised, asyncio.CancelledError):
             raised = KeyboardInterrupt()
         return Outcome(raised, self._traceback)
+
+    @contextmanager
+    def _transformed_by(self, transformer: Transformer | None) -> Iterator[None]:
+        if transformer is None:
+            yield
+            return
+        self._shell.ast_transformers.append(transformer)
+        try:
+            yield
+        finally:
+            if transformer in self._shell.ast_transformers:  # the shell drops one that raises
+                self._shell.ast_transformers.remove(transformer)
 
     async def _run_cell(self, source: str, transformed: str) -> Any:
         shell = self._shell

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import queue
 import time
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from openclaw_nb.core.errors import GroupError, ReleasedError
 from openclaw_nb.engine.outbox import Outbox
-from openclaw_nb.protocol.messages import Regroup, Regrouped
+from openclaw_nb.protocol.messages import AtHead, Regroup, Regrouped
 
 if TYPE_CHECKING:
     from openclaw_nb.engine.group.ranks import Ranks
@@ -33,10 +35,25 @@ class CellRegrouper:
         This worker's number.
     run_id : str
         The cell.
+    on_joined : callable
+        Called on the main thread when this worker has joined a group.
+
+    Attributes
+    ----------
+    newcomers_wait : bool
+        Whether newcomers wait to be let in.
     """
 
-    def __init__(self, service: GroupService, outbox: Outbox, worker: int, run_id: str) -> None:
-        self._service, self._outbox = service, outbox
+    def __init__(
+        self,
+        service: GroupService,
+        outbox: Outbox,
+        worker: int,
+        run_id: str,
+        on_joined: Callable[[], None],
+    ) -> None:
+        self._service, self._outbox, self._on_joined = service, outbox, on_joined
+        self.newcomers_wait = False
         self._worker, self._run_id = worker, run_id
         self._asked: queue.SimpleQueue[tuple[Regroup, float] | None] = queue.SimpleQueue()
         self._next: tuple[Regroup, float] | None = None
@@ -45,8 +62,14 @@ class CellRegrouper:
 
     def ask(self, command: Regroup) -> None:
         """Take the next group, and end all waits in the present one."""
+        if command.group.epoch <= self._service.epoch:
+            return
         self._asked.put((command, time.monotonic()))
         self._service.release(command.cause)
+
+    def let_in(self) -> None:
+        """Take note that newcomers wait."""
+        self.newcomers_wait = True
 
     def end(self) -> None:
         """Let the cell end: there is no next group."""
@@ -69,10 +92,35 @@ class CellRegrouper:
 
     def join(self, ranks: Ranks) -> None:
         """Join the group that was asked for last, and let ``ranks`` be its ranks."""
-        assert self._next is not None
-        self._service.form(self._next[0].group)
+        self._form()
         assert self._service.internal is not None
         ranks.bind(self._service.internal, self._service.shortcut)
+
+    def _form(self) -> None:
+        assert self._next is not None
+        self._service.form(self._next[0].group)
+        self._on_joined()
+
+    def join_first(self) -> None:
+        """Join, as a newcomer, the first group that can be formed.
+
+        Raises
+        ------
+        ReleasedError
+            When the cell ends before.
+        """
+        while self.wait():
+            try:
+                self._form()
+            except (ReleasedError, GroupError):
+                continue
+            return
+        raise ReleasedError("the cell was ended before the newcomer was let in")
+
+    def arrive(self) -> None:
+        """Tell that this rank waits at a loop's head for the group with the newcomers."""
+        self.newcomers_wait = False
+        self._outbox.publish(AtHead(worker=self._worker, run_id=self._run_id, epoch=self._service.epoch))
 
     def tell(self, num_steps: int) -> None:
         """Tell that the ranks go on, after so many steps."""

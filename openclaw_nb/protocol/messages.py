@@ -13,7 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-PROTOCOL_VERSION = 4
+PROTOCOL_VERSION = 5
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,6 +126,24 @@ class Regroup:
 
 
 @dataclass(frozen=True, kw_only=True)
+class LetIn:
+    """Let newcomers into the running cell at the next head of a loop where all ranks can (`AtHead`)."""
+
+    run_id: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class EnterCell:
+    """Join this group, whose other ranks are at a loop's head of this cell, and go on with it from there.
+
+    Answered as `RunCell` is.
+    """
+
+    cell: RunCell
+    group: FormGroup
+
+
+@dataclass(frozen=True, kw_only=True)
 class Locate:
     """Say at once, also while a cell runs, what the worker is doing and where."""
 
@@ -149,6 +167,8 @@ Command = (
     | Complete
     | Release
     | Regroup
+    | LetIn
+    | EnterCell
     | Locate
     | Recall
 )
@@ -259,4 +279,13 @@ class Regrouped:
     seconds: float
 
 
-Event = Shown | Whereabouts | Measured | Regrouped
+@dataclass(frozen=True, kw_only=True)
+class AtHead:
+    """A worker waits at the head of a loop for the group that newcomers are in (`LetIn`, then `Regroup`)."""
+
+    worker: int
+    run_id: str
+    epoch: int
+
+
+Event = Shown | Whereabouts | Measured | Regrouped | AtHead

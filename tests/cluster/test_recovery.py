@@ -35,8 +35,9 @@ per_batch = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda n: 1 / (1 + 0.01
 )
 STRIKE = """
 import os, signal
+me = globals().get("rank")
 def strike(place, count):
-    if place == {place!r} and count in {counts!r} and globals().get("rank") == {counts!r}[count]:
+    if place == {place!r} and count in {counts!r} and me == {counts!r}[count]:
         os.kill(os.getpid(), signal.SIGKILL)
 """
 LOOP = """

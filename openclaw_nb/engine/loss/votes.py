@@ -1,7 +1,7 @@
 """Which ranks agree on how the loss depends on the batch, and what its global values are.
 
-    each rank: kind of the loss (mean | sum | unknown | no vote), the numbers the cell made on the way,
-    when it arrived at its last step
+    each rank: kind of the loss (mean | sum | unknown | no vote), whether newcomers wait to be let in, the numbers
+    the cell made on the way, when it arrived at its last step
         └─ one vector, summed over the ranks with the gradients ─> verdict, global values
 
 The vector has fixed length, so that ranks that took different paths still make the same collective call.
@@ -21,7 +21,9 @@ from openclaw_nb.engine.loss.record import LossKind, Recorder, find_disagreement
 MAX_SCALARS = 16
 MAX_CONSTANTS = 6
 _VOTES = ("mean", "sum", "unknown", "none")
-_HEAD = len(_VOTES) + 1
+_WAITS = len(_VOTES)
+_SAMPLES = _WAITS + 1
+_HEAD = _SAMPLES + 1
 _ROW = 1 + MAX_CONSTANTS + 1  # a rank's own: how many numbers, the numbers, when it arrived last
 
 
@@ -77,11 +79,14 @@ class KindCache:
         return kind
 
 
-def pack(vote: Vote, rank: int, num_ranks: int, num_local: int, arrival: float) -> Tensor:
+def pack(
+    vote: Vote, rank: int, num_ranks: int, num_local: int, arrival: float, *, newcomers_wait: bool = False
+) -> Tensor:
     """Return this rank's summand of the vector, float64 of `message_size` values."""
     vector = [0.0] * message_size(num_ranks)
     vector[_VOTES.index(vote.kind.name)] = 1.0
-    vector[len(_VOTES)] = float(num_local)
+    vector[_WAITS] = float(newcomers_wait)
+    vector[_SAMPLES] = float(num_local)
     for i, (scalar, kind) in enumerate(vote.scalars):
         weight = num_local if kind.name == "mean" else 1
         vector[_HEAD + i] = float(scalar.detach()) * weight if num_local else 0.0
@@ -128,6 +133,11 @@ def _check_constants(total: Tensor, num_ranks: int, shares: list[int]) -> None:
     )
 
 
+def newcomers_wait(total: Tensor) -> bool:
+    """Return whether some rank knows of newcomers; the same on every rank."""
+    return bool(total[_WAITS])
+
+
 def arrivals(total: Tensor, num_ranks: int) -> list[float]:
     """Return when each rank arrived at its last step, as it has told."""
     found: list[float] = total[_HEAD + MAX_SCALARS :].view(num_ranks, _ROW)[:, -1].tolist()
@@ -136,7 +146,7 @@ def arrivals(total: Tensor, num_ranks: int) -> list[float]:
 
 def global_values(total: Tensor, vote: Vote) -> list[tuple[Tensor, float]]:
     """Return each of this rank's numbers with its value over the whole batch; others stay as they are."""
-    num_global, *values = total[len(_VOTES) : _HEAD + len(vote.scalars)].tolist()
+    num_global, *values = total[_SAMPLES : _HEAD + len(vote.scalars)].tolist()
     found = []
     for (scalar, kind), value in zip(vote.scalars, values, strict=True):
         if kind.name == "mean" and num_global:

@@ -5,16 +5,23 @@ A strategy makes a description (``strategies``) real on torch for the time of on
     enter    find and prepare the objects; refuse what cannot be done
     (the cell runs, unedited)
     exit     leave every object plain again, trained
+
+A newcomer takes part from the midst of the cell on, with what a rank that is there has exported::
+
+    export_state   on a rank that lets it in, while its objects are `plain`
+    import_state   on the newcomer, in place of enter
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 from openclaw_nb.engine.group.ranks import Ranks
-from openclaw_nb.engine.steps.continuity import Regrouper
+from openclaw_nb.engine.reentry.loops import Loops
+from openclaw_nb.engine.steps.continuity import Continuity
 from openclaw_nb.engine.steps.measure import Publisher
 from openclaw_nb.protocol.messages import StrategySpec
 
@@ -23,8 +30,8 @@ from openclaw_nb.protocol.messages import StrategySpec
 class CellContext:
     """What a strategy is given: the ranks, the cell, and where to tell what happens.
 
-    ``notes`` takes lines for the person who runs the cell; ``regrouper`` is how it goes on after a rank's death, if it
-    is to.
+    ``notes`` takes lines for the person who runs the cell; ``continuity`` is how it goes on when ranks go or come, and
+    ``loops`` are the cell's own.
     """
 
     ranks: Ranks
@@ -33,7 +40,8 @@ class CellContext:
     namespace: Mapping[str, Any]
     publisher: Publisher
     notes: list[str]
-    regrouper: Regrouper | None = None
+    continuity: Continuity
+    loops: Loops = field(default_factory=Loops)
 
 
 class Strategy:
@@ -56,3 +64,19 @@ class Strategy:
 
     def exit(self) -> None:
         """Leave the objects plain; called also when the cell failed."""
+
+    @property
+    def lets_in(self) -> bool:
+        """Whether newcomers wait, known to all ranks alike, and can be let in now."""
+        return False
+
+    @contextmanager
+    def plain(self) -> Iterator[None]:
+        """Leave the objects plain while the body runs."""
+        yield
+
+    def export_state(self) -> Any:
+        """Return what a newcomer needs beside the variables; objects of theirs are shared with them."""
+
+    def import_state(self, state: Any) -> None:
+        """Prepare the objects of a newcomer, as `enter` does on the others."""

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch.nn import Parameter
 
 from openclaw_nb.core.errors import RefusedError
 from openclaw_nb.engine.objects.find import Objects, find_objects
@@ -40,6 +44,8 @@ class DataParallel(Strategy):
         super().__init__(context)
         self._undo: list[Callable[[], None]] = []
         self._engine: StepEngine | None = None
+        self._splitter: LoaderSplitter | None = None
+        self._synchronises_batchnorms = False
 
     def enter(self) -> None:
         """Find the objects, make the ranks' state common, and hang the step engine onto them.
@@ -49,7 +55,7 @@ class DataParallel(Strategy):
         RefusedError
             When the cell cannot be run with the single-device result.
         """
-        spec, ranks = self.context.spec, self.context.ranks
+        spec = self.context.spec
         objects = find_objects(
             self.context.source,
             self.context.namespace,
@@ -58,35 +64,82 @@ class DataParallel(Strategy):
             loader=spec.loader,
         )
         options = self._options()
-        local = spec.options.get("mode") == "parameter"
         if options.batches_per_step > 1 and any("loader" not in b.callee.lower() for b in objects.built):
             raise RefusedError(
                 "With --sync-frequency or --accumulate, build the scheduler in a cell of its own first."
             )
-        continuity = Continuity(ranks, self.context.regrouper)
-        self._make_common(objects, continuity)
-        given = (ranks, objects, options, self.context.publisher)
-        engine = LocalSteps(*given) if local else StepEngine(*given, continuity)
-        splitter = LoaderSplitter(
+        self._make_common(objects, self.context.continuity)
+        self._tell_short_passes(objects, options)
+        self._prepare(objects, options)
+
+    def _prepare(self, objects: Objects, options: StepOptions) -> None:
+        """Make the step engine of these objects, and hang it onto them."""
+        spec, ranks, publisher = self.context.spec, self.context.ranks, self.context.publisher
+        local = spec.options.get("mode") == "parameter"
+        given = (ranks, objects, options, publisher)
+        engine = LocalSteps(*given) if local else StepEngine(*given, self.context.continuity)
+        self._engine, self._objects = engine, objects
+        self._splitter = LoaderSplitter(
             ranks,
             engine,
-            fetching=self.context.publisher.clock.fetching,
+            fetching=publisher.clock.fetching,
             common_only=options.split == "model",
             only=list(objects.loaders.values()) if spec.loader else None,
+            loops=self.context.loops,
             pinning=bool(spec.options.get("memory_pinning", True)),
         )
-        self._tell_short_passes(objects, options)
         if ranks.short_of_memory:
             self.context.notes.append(_SHORT)
-        if local:
-            self.context.notes.append(_LOCAL)
-        else:
-            self._synchronise_batchnorms(objects.models, engine)
-        engine.install()
-        self._engine = engine
-        self._undo.append(engine.remove)
-        splitter.install()
-        self._undo.append(splitter.remove)
+        self.context.notes.append(_LOCAL) if local else self._tell_batchnorms(objects)
+        self._install()
+
+    def _install(self) -> None:
+        """Hang everything onto the objects; `_undo` takes it off, last first."""
+        assert self._engine is not None
+        assert self._splitter is not None
+        if self._synchronises_batchnorms:
+            for model in self._objects.models.values():
+                self._undo.append(batchnorm.synchronise(model, self._engine.gather, self._engine.num_real))
+        self._engine.install()
+        self._undo.append(self._engine.uninstall)
+        self._splitter.install()
+        self._undo.append(self._splitter.remove)
+
+    def _uninstall(self) -> None:
+        while self._undo:
+            self._undo.pop()()
+
+    # ------------------------------------------------------------------------------------ newcomers
+
+    @property
+    def lets_in(self) -> bool:
+        """Whether newcomers wait, known to all ranks alike, and no batch is under way."""
+        return self._engine is not None and self._engine.lets_in
+
+    @contextmanager
+    def plain(self) -> Iterator[None]:
+        """Leave the objects plain while the body runs."""
+        self._uninstall()
+        try:
+            yield
+        finally:
+            self._install()
+
+    def export_state(self) -> dict[str, Any]:
+        """Return the objects, and the gradients that the cell has kept."""
+        return {"objects": self._objects, "gradients": [p.grad for p in self._parameters()]}
+
+    def import_state(self, state: dict[str, Any]) -> None:
+        """Hang a step engine onto the objects that another rank has exported."""
+        self._prepare(state["objects"], self._options())
+        for parameter, gradient in zip(self._parameters(), state["gradients"], strict=True):
+            parameter.grad = gradient
+        self.context.continuity.tell()
+
+    def _parameters(self) -> list[Parameter]:
+        return [p for model in self._objects.models.values() for p in model.parameters()]
+
+    # ---------------------------------------------------------------------------------------- parts
 
     def _make_common(self, objects: Objects, continuity: Continuity) -> None:
         found = continuity.attempt(lambda: make_common(self.context.ranks, objects))
@@ -125,19 +178,19 @@ class DataParallel(Strategy):
                     "it is synchronised once a pass"
                 )
 
-    def _synchronise_batchnorms(self, models: dict, engine: StepEngine) -> None:  # type: ignore[type-arg]
-        count = sum(batchnorm.count_batchnorms(model) for model in models.values())
-        if not count or self.context.ranks.size == 1:
+    def _tell_batchnorms(self, objects: Objects) -> None:
+        """Decide whether BatchNorm layers use the whole batch, and say so."""
+        count = sum(batchnorm.count_batchnorms(model) for model in objects.models.values())
+        can_part = self.context.ranks.size > 1 or self.context.continuity.is_possible
+        if not count or not can_part:
             return
-        if not self.context.spec.sync_batchnorm:
-            self.context.notes.append(
-                f"{count} BatchNorm layers use each rank's own statistics (--no-sync-batchnorm): the result "
-                "differs from single-device training"
-            )
-            return
-        for model in models.values():
-            self._undo.append(batchnorm.synchronise(model, engine.gather, engine.num_real))
-        self.context.notes.append(f"{count} BatchNorm layers use the statistics of the whole batch")
+        self._synchronises_batchnorms = self.context.spec.sync_batchnorm
+        self.context.notes.append(
+            f"{count} BatchNorm layers use the statistics of the whole batch"
+            if self._synchronises_batchnorms
+            else f"{count} BatchNorm layers use each rank's own statistics (--no-sync-batchnorm): the result "
+            "differs from single-device training"
+        )
 
     def finish(self) -> None:
         """Let the engine conclude."""
@@ -146,7 +199,7 @@ class DataParallel(Strategy):
 
     def exit(self) -> None:
         """Take everything off again, last first."""
+        self._uninstall()
         if self._engine is not None:
             self.context.notes.extend(self._engine.notes)
-        while self._undo:
-            self._undo.pop()()
+            self._engine.close()

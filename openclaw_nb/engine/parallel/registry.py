@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 from openclaw_nb.core.errors import GroupError, unknown_name
@@ -11,7 +12,9 @@ from openclaw_nb.engine.group.ranks import Ranks
 from openclaw_nb.engine.group.service import GroupService
 from openclaw_nb.engine.parallel.base import CellContext, Strategy
 from openclaw_nb.engine.parallel.data import DataParallel
-from openclaw_nb.engine.steps.continuity import Regrouper
+from openclaw_nb.engine.reentry.gate import Gate
+from openclaw_nb.engine.reentry.loops import Loops
+from openclaw_nb.engine.steps.continuity import Continuity, Regrouper
 from openclaw_nb.engine.steps.measure import Publisher
 from openclaw_nb.protocol.messages import StrategySpec
 
@@ -31,17 +34,52 @@ def ranks_of(group: GroupService) -> Ranks:
     return Ranks(group.internal, group.shortcut)
 
 
+@dataclass(frozen=True)
+class Crossing:
+    """What a cell needs beside its strategy to go on when ranks go and newcomers come.
+
+    Attributes
+    ----------
+    regrouper : Regrouper
+        Where the next groups come from.
+    hidden : mapping
+        Variables that are the worker's own.
+    is_newcomer : bool
+        Whether this worker comes into a cell that runs.
+    """
+
+    regrouper: Regrouper
+    hidden: Mapping[str, Any]
+    is_newcomer: bool = False
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A cell whose objects are prepared.
+
+    Attributes
+    ----------
+    strategy : Strategy
+        By which; the body concludes it (`Strategy.finish`).
+    gate : Gate or None
+        Where newcomers come in: it makes the program that is run of the cell's tree.
+    """
+
+    strategy: Strategy
+    gate: Gate | None
+
+
 @contextmanager
 def strategy_context(
     spec: StrategySpec,
     group: GroupService,
-    namespace: Mapping[str, Any],
+    namespace: dict[str, Any],
     source: str,
     publisher: Publisher,
     report: dict[str, Any],
-    regrouper: Regrouper | None = None,
-) -> Iterator[Strategy]:
-    """Run the body with the cell's objects prepared for the strategy, which the body concludes (`Strategy.finish`).
+    crossing: Crossing | None = None,
+) -> Iterator[Prepared]:
+    """Run the body with the cell's objects prepared for the strategy.
 
     Parameters
     ----------
@@ -49,7 +87,7 @@ def strategy_context(
         The strategy and its options.
     group : GroupService
         The worker's group.
-    namespace : mapping
+    namespace : dict
         The worker's variables.
     source : str
         The cell.
@@ -57,18 +95,29 @@ def strategy_context(
         Told of each step.
     report : dict
         ``notes`` is added: lines for the person.
-    regrouper : Regrouper, optional
-        How the cell goes on after the death of a rank.
+    crossing : Crossing, optional
+        How the cell goes on when ranks go or come.
     """
     strategy_class = STRATEGIES.get(spec.name)
     if strategy_class is None:
         raise unknown_name("strategy", spec.name, STRATEGIES)
     notes: list[str] = []
     report["notes"] = notes
-    context = CellContext(ranks_of(group), spec, source, namespace, publisher, notes, regrouper)
+    ranks = ranks_of(group)
+    continuity = Continuity(ranks, crossing.regrouper if crossing else None)
+    gate = Gate(ranks, continuity, namespace, crossing.hidden, notes) if crossing else None
+    loops = gate.loops if gate is not None else Loops()
+    context = CellContext(ranks, spec, source, namespace, publisher, notes, continuity, loops)
     strategy = strategy_class(context)
     try:
-        strategy.enter()
-        yield strategy
+        if gate is not None:
+            gate.strategy = strategy
+        if gate is not None and crossing is not None and crossing.is_newcomer:
+            strategy.import_state(gate.enter())
+        else:
+            strategy.enter()
+        yield Prepared(strategy, gate)
     finally:
         strategy.exit()
+        if gate is not None:
+            gate.close()

@@ -10,7 +10,7 @@ Knows numbers of loops and passes of loaders; does not know ranks or syntax tree
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 
@@ -24,15 +24,15 @@ class Pass:
         The common random state at its beginning.
     given : int
         How many batches the cell has got, those that came again among them.
-    settled : int
-        How many batches are done with.
+    taken : int
+        How many different ones.
     is_over : bool
         Whether it has ended.
     """
 
     start: bytes
     given: int = 0
-    settled: int = 0
+    taken: int = 0
     is_over: bool = False
 
 
@@ -75,7 +75,7 @@ class Loops:
 
     def __init__(
         self,
-        at_head: Callable[[int, bool], None],
+        at_head: Callable[[int, bool], None] = lambda number, worked: None,
         on_entered: Callable[[], None] = lambda: None,
         work: Callable[[], int] = lambda: 0,
     ) -> None:
@@ -88,6 +88,7 @@ class Loops:
         self._places: dict[int, LoopPlace] = {}
         self._entered = -1
         self._first: set[int] = set()
+        self._open: list[Pass] = []
 
     # ---------------------------------------------------------------------------- the cell's program
 
@@ -186,14 +187,32 @@ class Loops:
     def begin_pass(self, start: bytes) -> Pass:
         """Take note of a pass of a loader that begins, and return it."""
         begun = Pass(start)
+        self._take(begun)
+        return begun
+
+    def _take(self, begun: Pass) -> None:
+        self._open.append(begun)
         if self._inside:
             self._loops[self._inside[-1]].passes.append(begun)
-        return begun
+
+    def end_pass(self, ended: Pass) -> None:
+        """Take note that a pass has ended, or that its loop was left."""
+        ended.is_over = True
+        self._open.remove(ended)
+
+    def is_between(self, number: int) -> bool:
+        """Whether no batch is worked on at the head of a loop: all passes that are open are begun by this head."""
+        own = self._loops[number].passes
+        return all(any(each is begun for begun in own) for each in self._open)
 
     def resumed_pass(self) -> Pass | None:
         """Return the pass that a loader which is iterated now has to take up; None for one that is new."""
         loop = self._loops.get(self._inside[-1]) if self._inside else None
-        return loop.resumed.pop(0) if loop is not None and loop.resumed else None
+        if loop is None or not loop.resumed:
+            return None
+        found = replace(loop.resumed.pop(0))
+        self._take(found)
+        return found
 
     # ------------------------------------------------------------------------------------- newcomers
 

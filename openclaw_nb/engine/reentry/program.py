@@ -23,6 +23,8 @@ _ITEM = "__openclaw_item__"
 _SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda)
 # What passes its argument's items on, one for one, and does not look into them.
 _PASSES_ON = frozenset({"enumerate", "islice", "range", "reversed", "tqdm", "trange", "zip"})
+# What is the same when it is evaluated once more.
+_LOOKS = frozenset({"count", "items", "keys", "len", "values"})
 
 Loop = ast.For | ast.While
 
@@ -52,21 +54,36 @@ def _repeats(loop: Loop, target: Loop) -> bool:
 
 
 def passes_on(loop: Loop) -> bool:
-    """Whether the items of a loader in a loop's head reach the loop as they are, one for one.
+    """Whether a loop's head may be evaluated once more, and items of a loader in it reach the loop one for one.
 
     A placeholder may then stand for those that are skipped.
     """
     if isinstance(loop, ast.While):
-        return False
+        return True
     for node in ast.walk(loop.iter):
         if isinstance(node, ast.Call):
             function = node.func
             name = function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
-            if name not in _PASSES_ON:
+            if name not in _PASSES_ON | _LOOKS:
                 return False
         elif isinstance(node, ast.Lambda | ast.GeneratorExp | ast.ListComp | ast.SetComp | ast.DictComp):
             return False
     return True
+
+
+def values_in_head(loop: Loop) -> list[ast.expr]:
+    """Return the names and attributes that a loop's head reads, but for what it calls."""
+    return [] if isinstance(loop, ast.While) else list(_values(loop.iter))
+
+
+def _values(node: ast.AST) -> Iterator[ast.expr]:
+    if isinstance(node, ast.Name | ast.Attribute):
+        yield node
+        return
+    called = node.func if isinstance(node, ast.Call) else None
+    for child in ast.iter_child_nodes(node):
+        if child is not called:
+            yield from _values(child)
 
 
 def watch(tree: ast.Module) -> ast.Module:

@@ -10,6 +10,9 @@
 Operations are counted. Two ranks can be apart by one at most: the next needs all of them. What an outcome is, is the
 business of who makes the operation.
 
+Newcomers are let in the same way: at a place that all ranks have agreed on they go on to a group in which there are
+ranks that have seen nothing yet, and the first of the others gives them what it takes.
+
 Knows groups, counts and outcomes; does not know batches, gradients or messages.
 """
 
@@ -43,6 +46,16 @@ class Regrouper(Protocol):
     def tell(self, num_steps: int) -> None:
         """Tell that the ranks go on, after so many steps."""
 
+    @property
+    def newcomers_wait(self) -> bool:
+        """Whether newcomers wait to be let in."""
+
+    def arrive(self) -> None:
+        """Tell that this rank waits, where all ranks will, for a group with the newcomers."""
+
+
+_NEW = -1
+
 
 @dataclass(frozen=True)
 class Missed:
@@ -64,13 +77,16 @@ class Continuity:
     Attributes
     ----------
     renew : callable
-        Makes anew what belongs to a group; called in each new one by all ranks that have it.
+        Makes anew what belongs to a group; called in each new one by all ranks.
+    num_steps : int
+        How many steps are complete.
     """
 
     def __init__(self, ranks: Ranks, regrouper: Regrouper | None = None) -> None:
         self._ranks, self._regrouper = ranks, regrouper
         self.renew: Callable[[], None] = lambda: None
-        self._done = self._num_steps = 0
+        self._done = self.num_steps = 0
+        self._given: Any = None
         self._outcome: Callable[[], Any] = lambda: None
 
     @property
@@ -78,10 +94,23 @@ class Continuity:
         """Whether there is a way on after a death."""
         return self._regrouper is not None
 
+    @property
+    def newcomers_wait(self) -> bool:
+        """Whether this rank knows of newcomers that wait to be let in."""
+        return self._regrouper is not None and self._regrouper.newcomers_wait
+
+    def start(self, renew: Callable[[], None]) -> None:
+        """Let ``renew`` make what belongs to a group, now and in each that comes."""
+        self.renew = renew
+        try:
+            renew()
+        except (OpenClawError, RuntimeError) as error:
+            self.recover(error)
+
     def complete(self, outcome: Callable[[], Any], *, is_step: bool = False) -> None:
         """Count an operation that is complete here; ``outcome`` returns what a rank that missed it needs."""
         self._done += 1
-        self._num_steps += is_step
+        self.num_steps += is_step
         self._outcome = outcome
 
     def agree(self, make: Callable[[], Any]) -> Any:
@@ -117,29 +146,93 @@ class Continuity:
         """
         if self._regrouper is None or not is_release(error):
             raise error
-        while self._regrouper.wait():
+        return self._go_on(self._regrouper, error)
+
+    def let_in(self, give: Callable[[], Any]) -> None:
+        """Go on in a group with newcomers; called at the same place by all ranks.
+
+        Parameters
+        ----------
+        give : callable
+            Returns what newcomers need; called on one rank.
+        """
+        assert self._regrouper is not None
+        self._regrouper.arrive()
+        self._go_on(self._regrouper, ReleasedError("the cell was ended while newcomers were let in"), give)
+
+    def enter(self) -> Any:
+        """Return what a rank has given to this newcomer; its first group stands.
+
+        Raises
+        ------
+        ReleasedError
+            When the cell ends before.
+        """
+        regrouper = self._regrouper
+        assert regrouper is not None
+        self._done = _NEW
+        is_joined = True
+        while is_joined or regrouper.wait():
             try:
-                self._regrouper.join(self._ranks)
+                if not is_joined:
+                    regrouper.join(self._ranks)
+                is_joined = False
+                self._meet(lambda: self._given)  # after a death it may be the one to give
+                return self._given
+            except (OpenClawError, RuntimeError) as error:
+                if not _is_end_of_group(error):
+                    raise
+        raise ReleasedError("the cell was ended before the newcomer was let in")
+
+    def tell(self) -> None:
+        """Tell that this newcomer goes on with the others."""
+        assert self._regrouper is not None
+        self._regrouper.tell(self.num_steps)
+
+    def _go_on(
+        self, regrouper: Regrouper, error: BaseException, give: Callable[[], Any] | None = None
+    ) -> Missed | None:
+        while regrouper.wait():
+            try:
+                regrouper.join(self._ranks)
+                missed = self._meet(give)
                 self.renew()
-                missed = self._meet()
             except (OpenClawError, RuntimeError) as next_error:
-                if not (isinstance(next_error, GroupError) or is_release(next_error)):
+                if not _is_end_of_group(next_error):
                     raise
                 continue
-            self._regrouper.tell(self._num_steps + (missed is not None))
+            regrouper.tell(self.num_steps + (missed is not None))
             return missed
         raise error
 
-    def _meet(self) -> Missed | None:
-        """Compare what is done; every rank of the new group is here."""
+    def _meet(self, give: Callable[[], Any] | None) -> Missed | None:
+        """Compare what is done, and give newcomers what they need; every rank of the new group is here."""
         rows = self._ranks.gather(torch.tensor([self._done])).flatten().tolist()
-        most = max(rows)
-        if min(rows) == most:
-            return None
-        ahead = rows.index(most)
-        mine = self._outcome() if self._ranks.rank == ahead else None
-        value = self._ranks.broadcast(mine, source=ahead)
-        return Missed(value) if self._done < most else None
+        most, least = max(rows), min(row for row in rows if row != _NEW)
+        missed = None
+        if least < most:
+            ahead = rows.index(most)
+            mine = self._outcome() if self._ranks.rank == ahead else None
+            value = self._ranks.broadcast(mine, source=ahead)
+            missed = Missed(value) if least <= self._done < most else None
+        if _NEW in rows:
+            self._introduce(rows.index(least), give)
+        return missed
+
+    def _introduce(self, source: int, give: Callable[[], Any] | None) -> None:
+        """Give newcomers what they need. Nobody goes on before all have it."""
+        mine = None
+        if self._ranks.rank == source:
+            assert give is not None, "newcomers come only to where the others let them in"
+            mine = give(), self._done, self.num_steps
+        given = self._ranks.broadcast(mine, source=source)
+        if self._done == _NEW:
+            self._given, self._done, self.num_steps = given
+        self._ranks.gather(torch.zeros(1))
+
+
+def _is_end_of_group(error: BaseException) -> bool:
+    return isinstance(error, GroupError) or is_release(error)
 
 
 def is_release(error: BaseException) -> bool:

@@ -119,8 +119,8 @@ class StepEngine:
         Lines for the person.
     is_void : bool
         Whether the present batch has to be repeated.
-    num_void : int
-        How many times batches had to be.
+    num_groups : int
+        How many groups of ranks there have been.
     """
 
     def __init__(
@@ -147,19 +147,19 @@ class StepEngine:
         self._weight: float | None = None
         self._window = Window(options.batches_per_step)
         self._continuity = continuity or Continuity(ranks)
-        self._continuity.renew = self._renew
         self._head: _Head | None = None
         self.is_void = self._is_taken_over = self._was_left = False
-        self.num_void = 0
+        self.num_groups = self._num_steps_of_batch = 0
+        self._newcomers_wait = self._is_accumulating = self._has_unused = False
         self._handles: list[Any] = []
         self.notes: list[str] = []
         self._reducer: GradientReducer
-        self._continuity.attempt(self._renew)
+        self._continuity.start(self._renew)
 
     # ------------------------------------------------------------------------------- install, remove
 
     def install(self) -> None:
-        """Hang the engine onto the models, and onto backward, until `remove`."""
+        """Hang the engine onto the models, and onto backward, until `uninstall`."""
         for model in self._objects.models.values():
             self._handles += [
                 model.register_forward_pre_hook(self._before_call, with_kwargs=True, prepend=True),
@@ -169,6 +169,10 @@ class StepEngine:
         torch.autograd.backward = self._on_backward
         torch.autograd.grad = self._on_grad
         self._hold_back: list[Callable[[], None]] = []
+        if self._continuity.is_possible:
+            self._handles += [
+                o.register_step_post_hook(self._on_step) for o in self._objects.optimizers.values()
+            ]
         if self._options.batches_per_step > 1 or self._continuity.is_possible:
             schedulers, scalers = self._objects.schedulers.values(), self._objects.scalers.values()
             self._hold_back += [hold_while(each, ("step",), self._holds_schedules) for each in schedulers]
@@ -176,19 +180,26 @@ class StepEngine:
             self._hold_back += [hold_while(each, methods, self._holds_scales) for each in scalers]
         self._clock.restart()
 
+    def _on_step(self, *_: Any) -> None:
+        self._has_unused = False
+
     def _holds_schedules(self) -> bool:
         return self._window.is_open or self.is_void
 
     def _holds_scales(self) -> bool:
         return self._holds_schedules() or self._is_taken_over
 
-    def remove(self) -> None:
-        """Leave every object as it was."""
+    def uninstall(self) -> None:
+        """Leave every object as it was; the engine may be installed again."""
         torch.autograd.backward, torch.autograd.grad = self._backward, self._grad
         for undo in self._hold_back:
             undo()
         for handle in self._handles:
             handle.remove()
+        self._handles = []
+
+    def close(self) -> None:
+        """End the engine's work, after it was uninstalled."""
         self._recorder.clear()
         self._reducer.remove()
         self._publisher.flush()
@@ -218,6 +229,13 @@ class StepEngine:
         if "_reducer" in vars(self):
             self._reducer.remove()
         self._reducer = self._new_reducer()
+        self._newcomers_wait = False
+        self.num_groups += 1
+
+    @property
+    def lets_in(self) -> bool:
+        """Whether newcomers wait, known to all ranks alike, and no batch is under way."""
+        return self._newcomers_wait and self.is_settled
 
     def _survive(self, error: BaseException) -> None:
         """Go on after a rank's end: the batch is void, or its step is taken over from a rank that has it."""
@@ -226,12 +244,26 @@ class StepEngine:
         self._window.clear()
         if missed is None:
             self.is_void = True
-            self.num_void += 1
+            self._check_repeatable()
         else:
             state.put(self._objects, missed.value)
             self._continuity.complete(self._state, is_step=True)
             self._is_taken_over = True
         self._reducer.drop_gradients()
+
+    def _check_repeatable(self) -> None:
+        """Refuse to repeat a batch of which a part is trained already."""
+        what = ""
+        if self._num_steps_of_batch:
+            what = "makes several steps, of which the first had been made"
+        elif self._is_accumulating:
+            what = "adds its gradient to those of earlier batches by itself (use --accumulate instead)"
+        if what:
+            self._reducer.drop_gradients()
+            raise RefusedError(
+                f"A worker died during a batch that {what}: it cannot be repeated. The parameters are those of the "
+                "last step. Run the rest of the training again."
+            )
 
     def _state(self) -> Any:
         return state.take(self._objects)
@@ -242,6 +274,7 @@ class StepEngine:
             try:
                 return self._ranks.gather(vector)
             except (OpenClawError, RuntimeError) as error:
+                self._note_older_gradients()
                 self._survive(error)
         return vector.detach().unsqueeze(0)
 
@@ -257,6 +290,7 @@ class StepEngine:
             buffers = [buffer.clone() for buffer in state.buffers(self._objects)]
             self._head = _Head(randomness.capture([]), buffers)
         self._is_taken_over = False
+        self._num_steps_of_batch = 0
         self._window.next_batch(part.is_last)
 
     @property
@@ -387,6 +421,7 @@ class StepEngine:
             return
         vote = self._vote(root)
         self._check_parameters()
+        self._note_older_gradients()
         self._check_several(vote.kind)
         self._recorder.clear()  # from here on the cell's tensors are plain ones again
         self._check_window()
@@ -423,7 +458,14 @@ class StepEngine:
 
     def _begin(self, vote: Vote) -> None:
         self._window.give_back(self._reducer.parameters)
-        message = votes.pack(vote, self._ranks.rank, self._ranks.size, self._num_local(), self._clock.tell())
+        message = votes.pack(
+            vote,
+            self._ranks.rank,
+            self._ranks.size,
+            self._num_local(),
+            self._clock.tell(),
+            newcomers_wait=self._continuity.newcomers_wait,
+        )
         self._reducer.begin(self._window.factor / self._ranks.size, message)
 
     def _sum(self) -> Tensor:
@@ -434,6 +476,12 @@ class StepEngine:
             self._clock.leave()
         self._continuity.complete(self._state, is_step=True)
         return total
+
+    def _note_older_gradients(self) -> None:
+        """Take note whether the cell has kept gradients of earlier batches, with which no step was made."""
+        self._is_accumulating = self._has_unused and any(
+            p.grad is not None and bool(p.grad.any()) for p in self._reducer.parameters
+        )
 
     def _check_several(self, kind: LossKind) -> None:
         """Refuse a loss whose batches cannot be counted as parts of a larger one."""
@@ -469,6 +517,7 @@ class StepEngine:
             )
 
     def _conclude(self, root: Tensor, vote: Vote, total: Tensor) -> None:
+        self._newcomers_wait = votes.newcomers_wait(total)
         self._clock.settle(votes.arrivals(total, self._ranks.size))
         if self._reducer.repeated and self._ranks.size > 1:
             self._reducer.drop_gradients()
@@ -488,6 +537,8 @@ class StepEngine:
         self._count_step(root, own)
 
     def _count_step(self, root: Tensor, own: float) -> None:
+        self._num_steps_of_batch += 1
+        self._has_unused = True
         self._publisher.batch(self._num_local())
         self._publisher.step(float(root.detach()), own, self._reducer.num_bytes)
 

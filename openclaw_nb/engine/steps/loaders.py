@@ -21,6 +21,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from openclaw_nb.core.errors import RefusedError
 from openclaw_nb.engine.group.ranks import Ranks
+from openclaw_nb.engine.reentry.loops import Loops, Pass
 from openclaw_nb.engine.steps import randomness
 from openclaw_nb.plan.shares import share_bounds
 
@@ -57,6 +58,11 @@ class SlicedBatches:
         Among whom each batch is shared out; there may be fewer of them later.
     loader_id : int
         Tells loaders apart.
+
+    Attributes
+    ----------
+    num_unsettled : int
+        How many batches the cell has got that may be asked for again.
     """
 
     def __init__(self, batches: Any, ranks: Ranks, loader_id: int) -> None:
@@ -64,36 +70,45 @@ class SlicedBatches:
         self._ranks, self._loader_id = ranks, loader_id
         self._source: Iterator[tuple[list[int], bool]] | None = None
         self._unsettled: deque[tuple[list[int], bool]] = deque()
-        self._num_given = 0
+        self._num_skipped = 0
+        self.num_unsettled = 0
         self._drawn: deque[Slice] = deque()
 
     def __len__(self) -> int:
         return len(self._batches)
 
-    def restart(self) -> None:
-        """Let the next iteration be a new pass."""
-        self._source = None
+    def restart(self, num_skipped: int = 0) -> None:
+        """Let the next iteration be a new pass, from a later batch on."""
+        self._source, self._num_skipped = None, num_skipped
+
+    def begin(self) -> Iterator[tuple[list[int], bool]]:
+        """Draw the random numbers that a pass begins with, unless it has begun; return what is left of it."""
+        if self._source is None:
+            source = _with_ends(self._batches)
+            for _ in range(self._num_skipped):
+                next(source)
+            self._source = source
+            self._unsettled.clear()
+        return self._source
 
     def take(self) -> Slice:
         """Return the slice of the next batch that the cell gets."""
-        self._num_given += 1
+        self.num_unsettled += 1
         return self._drawn.popleft()
 
     def settle(self) -> None:
         """Forget the batches that the cell has got: they will not be asked for again."""
-        for _ in range(self._num_given):
+        for _ in range(self.num_unsettled):
             self._unsettled.popleft()
-        self._num_given = 0
+        self.num_unsettled = 0
 
     def __iter__(self) -> Iterator[list[int]]:
         """Yield the batches that are not settled, then the others."""
-        if self._source is None:
-            self._source = _with_ends(self._batches)
-            self._unsettled.clear()
+        source = self.begin()
         again, self._unsettled = self._unsettled, deque()
-        self._num_given = 0
+        self.num_unsettled = 0
         self._drawn.clear()
-        for batch, is_last in itertools.chain(again, self._source):
+        for batch, is_last in itertools.chain(again, source):
             self._unsettled.append((batch, is_last))
             low, high = share_bounds(len(batch), self._ranks.size)[self._ranks.rank]
             self._drawn.append(Slice(high - low, len(batch), is_last, self._loader_id))
@@ -113,7 +128,7 @@ def _with_ends(batches: Iterable[list[int]]) -> Iterator[tuple[list[int], bool]]
 class Steps(Protocol):
     """What makes steps of the batches."""
 
-    num_void: int
+    num_groups: int
 
     def is_training(self) -> bool:
         """Whether a loader whose iteration begins now is a training loader."""
@@ -150,6 +165,8 @@ class LoaderSplitter:
         Do not slice: every rank draws the whole batch, from a common random state.
     only : sequence of DataLoader or None
         The only loaders to slice, when they were given by name.
+    loops : Loops
+        The cell's loops: a newcomer's passes go on where the others' are.
     pinning : bool
         Let loaders pin memory where they do by themselves.
     """
@@ -162,9 +179,11 @@ class LoaderSplitter:
         fetching: Callable[[Iterable[Any]], Iterator[Any]],
         common_only: bool,
         only: Sequence[DataLoader[Any]] | None,
+        loops: Loops,
         pinning: bool = True,
     ) -> None:
         self._pinning = pinning
+        self._loops = loops
         self._ranks = ranks
         self._steps = steps
         self._fetching = fetching
@@ -195,12 +214,14 @@ class LoaderSplitter:
             return False
         return self._steps.is_training()
 
-    def _make_common(self, loader: DataLoader[Any]) -> None:
+    def _make_common(self, loader: DataLoader[Any]) -> bytes:
+        """Give every rank rank 0's random state, and return it."""
         generators = randomness.generators_of(loader)
         own = randomness.capture(generators)
-        data = self._steps.agree(lambda: self._ranks.broadcast(own))
-        if self._ranks.rank:
+        data: bytes = self._steps.agree(lambda: self._ranks.broadcast(own))
+        if data != own:
             randomness.restore(data, generators)
+        return data
 
     def _begin(self, loader: DataLoader[Any]) -> Any:
         self._starting = True
@@ -215,28 +236,51 @@ class LoaderSplitter:
 
     def _sliced(self, loader: DataLoader[Any]) -> Iterator[Any]:
         batches, inner = self._sliced_loader(loader)
-        self._make_common(loader)
-        batches.restart()
-        begin = self._begin
-        while (yield from self._give(batches, begin(inner))):
-            self._steps.begin_again()
-            begin = self._begin_again
+        one = self._loops.resumed_pass()
+        if one is None:
+            one = self._loops.begin_pass(self._make_common(loader))
+            batches.restart()
+            fetched = self._begin(inner)
+        else:
+            fetched = self._take_up(one, loader)
+        try:
+            yield from itertools.repeat(None, one.given)  # for the batches that the others have had
+            while not one.is_over and (yield from self._give(one, batches, fetched)):
+                self._steps.begin_again()
+                fetched = self._begin_again(inner)
+        finally:
+            self._loops.end_pass(one)
         self._steps.take_slice(None)
 
-    def _give(self, batches: SlicedBatches, fetched: Iterable[Any]) -> Generator[Any, None, bool]:
-        """Yield batches until the pass ends or some must come again; return whether they must."""
-        num_void = self._steps.num_void
+    def _take_up(self, one: Pass, loader: DataLoader[Any]) -> Iterable[Any]:
+        """Begin a pass on a newcomer, with the random numbers that it began with, and skip what is trained."""
+        batches, inner = self._sliced_loader(loader)
+        randomness.restore(one.start, randomness.generators_of(loader))
+        batches.restart(one.taken)
+        fetched: Iterable[Any] = self._begin(inner)
+        batches.begin()
+        return fetched
+
+    def _give(self, one: Pass, batches: SlicedBatches, fetched: Iterable[Any]) -> Generator[Any, None, bool]:
+        """Yield batches until the pass ends or the ranks are others; return whether they are.
+
+        What was drawn for the former ranks has the wrong shares then.
+        """
+        num_groups = self._steps.num_groups
         for batch in self._fetching(fetched):
             self._steps.take_slice(batches.take())
+            one.given += 1
+            one.taken += 1
             try:
                 yield batch
             except GeneratorExit:
                 self._steps.leave_loop()
                 raise
-            if self._steps.num_void != num_void:
-                return True
             if self._steps.is_settled:
                 batches.settle()
+            if self._steps.num_groups != num_groups:
+                one.taken -= batches.num_unsettled
+                return True
         return False
 
     def _begin_again(self, loader: DataLoader[Any]) -> Any:

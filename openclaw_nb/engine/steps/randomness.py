@@ -48,6 +48,13 @@ def generators_of(loader: DataLoader[Any]) -> list[torch.Generator]:
     return list(found.values())
 
 
+def generators_in(value: Any) -> list[torch.Generator]:
+    """Return the generators that a variable is or draws with."""
+    if isinstance(value, torch.Generator):
+        return [value]
+    return generators_of(value) if isinstance(value, DataLoader) else []
+
+
 class ModelStream:
     """This rank's own random stream, in force while the model runs.
 

@@ -369,10 +369,12 @@ def test_errors_keep_their_line() -> None:
         ("for x in map(f, loader)", False),
         ("for x in (f(y) for y in loader)", False),
         ("for x in batches(loader)", False),
-        ("while loader", False),
+        ("for name, x in {**named.items()}.items()", True),
+        ("for x in list(loader)", False),
+        ("while loader", True),
     ],
 )
-def test_placeholders_stand_only_where_nothing_looks_into_them(head: str, expected: bool) -> None:
+def test_only_heads_that_pass_items_on_are_evaluated_once_more(head: str, expected: bool) -> None:
     (loop,) = loops_of(ast.parse(f"{head}:\n    pass"))
     assert passes_on(loop) is expected
 

@@ -1,0 +1,195 @@
+"""Where newcomers come into a running cell: at the head of a loop, with all that a rank which is there can give.
+
+    at a head, all ranks:  newcomers wait?  ──no──> on with the loop
+                              │ yes: can this head be entered?  (the first rank looks)
+                              ▼
+    the ranks go on in a group with them; the first gives   variables, objects, random state, how far the loops are
+    a newcomer:            takes them, and runs the program that goes on at that head
+
+Knows the cell's tree, its loops and its variables; what is trained, and how ranks meet, is the strategy's and
+`Continuity`'s business.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from openclaw_nb.core.errors import OpenClawError, RefusedError
+from openclaw_nb.engine.group.ranks import Ranks
+from openclaw_nb.engine.parallel.base import Strategy
+from openclaw_nb.engine.reentry import program
+from openclaw_nb.engine.reentry.loops import LoopPlace, Loops
+from openclaw_nb.engine.reentry.needs import names_needed
+from openclaw_nb.engine.reentry.parcel import Parcel, pack, unpack
+from openclaw_nb.engine.steps import randomness
+from openclaw_nb.engine.steps.continuity import Continuity
+
+_NOT_IN = "A new worker waits, and takes part when the cell has ended: {reasons}."
+
+
+@dataclass(frozen=True)
+class _Entry:
+    """What a newcomer is given beside the variables; it travels with them."""
+
+    number: int
+    places: dict[int, LoopPlace]
+    random: bytes
+    state: Any
+
+
+class Gate:
+    """Lets newcomers into one cell; on a newcomer, the way in.
+
+    Parameters
+    ----------
+    ranks : Ranks
+        The cell's ranks.
+    continuity : Continuity
+        How they meet newcomers.
+    namespace : dict
+        The worker's variables.
+    hidden : mapping
+        Those that are the worker's own.
+    notes : list of str
+        Takes lines for the person.
+
+    Attributes
+    ----------
+    loops : Loops
+        The cell's loops.
+    strategy : Strategy
+        The cell's; set before the cell runs.
+    """
+
+    def __init__(
+        self,
+        ranks: Ranks,
+        continuity: Continuity,
+        namespace: dict[str, Any],
+        hidden: Mapping[str, Any],
+        notes: list[str],
+    ) -> None:
+        self._ranks, self._continuity = ranks, continuity
+        self._namespace, self._hidden, self._notes = namespace, hidden, notes
+        self.loops = Loops(self._at_head, self._on_entered, lambda: continuity.num_steps)
+        self.strategy: Strategy
+        self._tree = ast.Module([], [])
+        self._refused: dict[int, str] = {}
+        self._parcel: tuple[int, Parcel] | None = None
+        self._entry: _Entry | None = None
+        self._generators: list[tuple[torch.Generator, torch.Tensor]] = []
+
+    # ---------------------------------------------------------------------------------- the program
+
+    def visit(self, tree: ast.Module) -> ast.Module:
+        """Return the program that this worker runs for a cell; the shell calls this with the cell's tree."""
+        self._tree = tree
+        self._namespace[program.KEEPER] = self.loops
+        if self._entry is None:
+            return program.watch(tree)
+        self.loops.resume(self._entry.places, self._entry.number)
+        return program.enter(tree, self._entry.number)
+
+    def close(self) -> None:
+        """Leave nothing in the namespace, and say who could not be let in."""
+        self._namespace.pop(program.KEEPER, None)
+        if self._refused and self._continuity.newcomers_wait:
+            self._notes.append(_NOT_IN.format(reasons="; ".join(self._refused.values())))
+
+    # ----------------------------------------------------------------------------------- letting in
+
+    def _at_head(self, number: int, worked: bool) -> None:
+        if not (worked and self.strategy.lets_in) or number in self._refused:
+            return
+        if not self.loops.is_between(number):
+            return
+        reason = self._continuity.agree(lambda: self._ranks.broadcast(self._why_not(number)))
+        if reason:
+            self._refused[number] = reason
+        else:
+            self._continuity.let_in(lambda: self._give(number))
+        self._parcel = None
+
+    def _why_not(self, number: int) -> str:
+        """Return why no newcomer can enter at a head, or ""; the first rank's answer counts."""
+        if self._ranks.rank:
+            return ""
+        try:
+            self._check_path(number)
+            needed = names_needed(program.enter(self._tree, number))
+        except RefusedError as error:
+            return str(error)
+        parcel = self._pack(number)
+        missing = [f"`{name}` ({reason})" for name, reason in parcel.left.items() if name in needed]
+        if missing:
+            line = program.loops_of(self._tree)[number].lineno
+            return f"the loop in line {line} needs {', '.join(missing)}, which cannot be sent"
+        return ""
+
+    def _check_path(self, number: int) -> None:
+        """Refuse heads that do something else when they are evaluated once more."""
+        loops = program.loops_of(self._tree)
+        for each in program.path_to(self._tree, number):
+            loop = loops[each]
+            if not program.passes_on(loop):
+                raise RefusedError(f"the head of the loop in line {loop.lineno} may not be evaluated twice")
+            for value in program.values_in_head(loop):
+                if isinstance(self._evaluate(value), Iterator):
+                    raise RefusedError(
+                        f"the loop in line {loop.lineno} goes over an iterator, `{ast.unparse(value)}`"
+                    )
+
+    def _evaluate(self, value: ast.expr) -> Any:
+        try:
+            return eval(compile(ast.Expression(value), "<head>", "eval"), self._namespace)
+        except Exception:  # noqa: BLE001 - any code of the cell's; the newcomer will see the same error in its place
+            return None
+
+    def _pack(self, number: int) -> Parcel:
+        if self._parcel is None or self._parcel[0] != number:
+            places = self.loops.places(program.path_to(self._tree, number))
+            with self.strategy.plain():
+                entry = _Entry(number, places, randomness.capture([]), self.strategy.export_state())
+                hidden = {**self._hidden, program.KEEPER: None}
+                self._parcel = number, pack(self._namespace, hidden, entry)
+        return self._parcel[1]
+
+    def _give(self, number: int) -> Parcel:
+        return self._pack(number)
+
+    # ------------------------------------------------------------------------------------- going in
+
+    def enter(self) -> Any:
+        """Take on a newcomer what another rank gives; return the state for the strategy.
+
+        Raises
+        ------
+        ReleasedError
+            When the cell ends before.
+        OpenClawError
+            When what was given cannot be taken here.
+        """
+        parcel: Parcel = self._continuity.enter()
+        try:
+            entry: _Entry = unpack(parcel.data, self._namespace)
+        except Exception as error:
+            raise OpenClawError(f"The variables could not be taken over: {error}") from error
+        self._entry = entry
+        found = {id(g): g for value in self._namespace.values() for g in randomness.generators_in(value)}
+        self._generators = [(generator, generator.get_state()) for generator in found.values()]
+        if parcel.left:
+            listed = ", ".join(f"`{name}` ({reason})" for name, reason in parcel.left.items())
+            self._notes.append(f"what a new worker could not be sent: {listed}")
+        return entry.state
+
+    def _on_entered(self) -> None:
+        """Go on with the random numbers of the others: evaluating the loops' heads has drawn some."""
+        assert self._entry is not None
+        randomness.restore(self._entry.random, [])
+        for generator, state in self._generators:
+            generator.set_state(state)
