@@ -477,7 +477,9 @@ class MasterNode:
             self._membership.after_run(clean=False, busy=busy)
         elif self._membership is not None:
             # A release cuts the group's collectives, also when every rank came out well in the same instant.
-            self._membership.after_run(clean=result.ok and not result.cause, busy=busy)
+            there = set(self._run.ranks.values()) if self._run is not None else set()
+            joined = [change.worker for change in result.joined if change.worker in there]
+            self._membership.after_run(clean=result.ok and not result.cause, busy=busy, joined=joined)
 
     def interrupt(self) -> bool:
         """Stop what runs on the workers, state kept; return whether anything ran."""
@@ -654,10 +656,14 @@ class MasterNode:
             self._membership.joined(number)
 
     def _on_died(self, number: int) -> None:
-        if self._run is not None:
-            self._run.worker_died(number)
+        run = self._run
+        running = run is not None and run.running
+        if run is not None:
+            run.worker_died(number)
         if self._membership is not None:
-            self._membership.died(number, during_run=self._run is not None and self._run.running)
+            self._membership.died(number, during_run=running)
+            if run is not None and running and run.goes_on:
+                self._membership.replace_running(number, run.offer)
 
 
 def _limit(name: str, seconds: object) -> float:

@@ -70,6 +70,8 @@ class Membership:
         self._lost = ""
         self._doing = ""
         self._first_death = ""
+        self._replacing: list[threading.Thread] = []
+        self._blank: set[int] = set()
 
     # ----------------------------------------------------------------------------------------- start
 
@@ -81,9 +83,11 @@ class Membership:
         self._launch.start(self.workers, len(self.workers))
         tell(0, total, "starting the controller")
         self.door.connect()
-        self._await_workers(lambda count: tell(1 + count, total, "starting workers"))
+        self._await_workers(self.workers, lambda count: tell(1 + count, total, "starting workers"))
         tell(1 + len(devices), total, "importing torch")
-        self._await_stores(lambda count: tell(1 + len(devices) + count, total, "importing torch"))
+        self._await_stores(
+            self.workers, lambda count: tell(1 + len(devices) + count, total, "importing torch")
+        )
         self._form()
         self.notes += self._launch.remarks()
         tell(total, total, "ready")
@@ -138,11 +142,10 @@ class Membership:
         """Workers that have not said where they are since they were taken over."""
         return [worker for worker in self.workers if worker.busy_with == _NO_ANSWER]
 
-    def _await_workers(self, tell: Callable[[int], None]) -> None:
+    def _await_workers(self, workers: Sequence[Worker], tell: Callable[[int], None]) -> None:
         deadline = time.monotonic() + _START_SECONDS
         with self._changed:
-            while not all(worker.alive for worker in self.workers):
-                missing = [w for w in self.workers if not w.alive]
+            while missing := [w for w in workers if not w.alive]:
                 ended = [w for w in missing if self.door.engine_ended(w.number)]
                 if ended or self._closing or time.monotonic() > deadline:
                     absent = ended or missing
@@ -151,15 +154,15 @@ class Membership:
                         f"{self._launch.last_words(absent[0])}"
                     )
                 self._changed.wait(_POLL_SECONDS)
-                tell(sum(worker.alive for worker in self.workers))
+                tell(sum(worker.alive for worker in workers))
 
-    def _await_stores(self, tell: Callable[[int], None]) -> None:
-        """Wait until each worker has imported torch and opened its store."""
+    def _await_stores(self, workers: Sequence[Worker], tell: Callable[[int], None]) -> None:
+        """Wait until each of these workers has imported torch and opened its store."""
         deadline = time.monotonic() + _START_SECONDS
-        while waiting := [w for w in self.workers if w.alive and not w.store_port]:
+        while waiting := [w for w in workers if w.alive and not w.store_port]:
             for worker in waiting:
                 self._locate(worker)
-            tell(sum(1 for w in self.workers if w.store_port))
+            tell(sum(1 for w in workers if w.store_port))
             if time.monotonic() > deadline or self._closing:
                 raise StartError(f"{waiting[0].id} did not import torch within {_START_SECONDS:.0f} s.")
             time.sleep(_POLL_SECONDS)
@@ -197,10 +200,11 @@ class Membership:
         if list(self.ranks.values()) != list(numbers):
             self._form(numbers)
 
-    def regroup_running(self, numbers: Sequence[int]) -> dict[int, FormGroup]:
-        """Return how each of these workers joins a group of them while their cell runs, under a new epoch."""
+    def regroup_running(self, numbers: Sequence[int], run_id: str) -> dict[int, FormGroup]:
+        """Return how each of these workers joins a group of them while a cell runs, under a new epoch."""
         with self._forming:
             members = [worker for worker in self.workers if worker.number in numbers]
+            self.mark_running(run_id, numbers)
             self.epoch += 1
             self.ranks = {rank: worker.number for rank, worker in enumerate(members)}
             return {worker.number: self._form_command(rank, members) for rank, worker in enumerate(members)}
@@ -336,13 +340,55 @@ class Membership:
         for number in numbers:
             self.workers[number].busy_with = run_id
 
-    def after_run(self, *, clean: bool, busy: Sequence[int]) -> None:
-        """Put the group in order after a cell: nothing to do after a clean one."""
+    def replace_running(self, number: int, ready: Callable[[int], None]) -> None:
+        """Start a new process in the place of one that died while a cell runs, in the background.
+
+        Parameters
+        ----------
+        number : int
+            The worker.
+        ready : callable
+            Told the worker's number when it can join a group.
+        """
+        thread = threading.Thread(
+            target=self._replace, args=(self.workers[number], ready), name="openclaw-replace", daemon=True
+        )
+        self._replacing = [each for each in self._replacing if each.is_alive()]
+        self._replacing.append(thread)
+        thread.start()
+
+    def _replace(self, worker: Worker, ready: Callable[[int], None]) -> None:
+        self._blank.add(worker.number)
+        try:
+            self._launch.start([worker], len(self.workers))
+            self._await_workers([worker], lambda count: None)
+            self._await_stores([worker], lambda count: None)
+        except OpenClawError as error:
+            self.notes.append(f"No new process could be started in the place of {worker.id}: {error}")
+            return
+        ready(worker.number)
+
+    def after_run(self, *, clean: bool, busy: Sequence[int], joined: Sequence[int] = ()) -> None:
+        """Put the group in order after a cell: nothing to do after a clean one.
+
+        Parameters
+        ----------
+        clean : bool
+            Whether the group stands as it did.
+        busy : sequence of int
+            Workers that have not left the cell.
+        joined : sequence of int
+            Workers that have come into it, and so have its variables.
+        """
+        self._blank -= set(joined)
         for worker in self.workers:
             if worker.number not in busy:
                 worker.busy_with = ""
-        if not clean or not all(worker.alive for worker in self.workers):
+        is_changing = any(thread.is_alive() for thread in self._replacing)
+        if not clean or is_changing or not all(worker.alive for worker in self.workers):
             self.mend()
+        else:
+            self._tell_blank()
 
     def reform(self, replace_busy: bool) -> None:
         """Form a fresh group; end workers that are stuck in a cell when told to.
@@ -392,21 +438,29 @@ class Membership:
                     self._ready.set()
                     return
 
+    def _tell_blank(self) -> None:
+        if self._blank:
+            names = ", ".join(self.workers[number].id for number in sorted(self._blank))
+            self._blank.clear()
+            self.notes.append(
+                f"{names} is a new process without variables: run the cells that build them again, "
+                "or %openclaw push."
+            )
+
     def _mend_once(self) -> None:
+        for thread in self._replacing:
+            thread.join()
         dead = [worker for worker in self.workers if not worker.alive]
         if dead and not self._launch.replaces:
             self._launch.end()
             raise ClusterError(f"{self._first_death or dead[0].id} died. {SET_ENDED}")
         if dead:
             self._doing = f"{', '.join(w.id for w in dead)} died: a new process is starting in its place"
+            self._blank.update(worker.number for worker in dead)
             self._launch.start(dead, len(self.workers))
-            self._await_workers(lambda count: None)
-            self._await_stores(lambda count: None)
-            names = ", ".join(worker.id for worker in dead)
-            self.notes.append(
-                f"{names} is a new process without variables: run the cells that build them again, "
-                "or %openclaw push."
-            )
+            self._await_workers(dead, lambda count: None)
+            self._await_stores(dead, lambda count: None)
+        self._tell_blank()
         self._await_answers()
         self._doing = "the process group is being formed"
         self._form()

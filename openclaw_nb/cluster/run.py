@@ -18,14 +18,18 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
+from openclaw_nb.cluster.changes import Change, Death, Joined, TurnedAway
 from openclaw_nb.core.errors import MismatchError, WorkerDiedError
 from openclaw_nb.plan.release import GiveUp, Limits, Phase, RankView, ReleaseNow, decide, waiting_table
 from openclaw_nb.protocol.messages import (
+    AtHead,
     Command,
     Done,
+    EnterCell,
     Event,
     Failed,
     FormGroup,
+    LetIn,
     Measured,
     Regroup,
     Regrouped,
@@ -42,10 +46,10 @@ _LATE_BATCH_SECONDS = 2.0
 
 
 class Mender(Protocol):
-    """What a run that goes on after a death needs of the workers' membership."""
+    """What a run whose workers go and come needs of their membership."""
 
-    def regroup_running(self, numbers: Sequence[int]) -> Mapping[int, FormGroup]:
-        """Return how each of these workers joins a group of them, under a new epoch."""
+    def regroup_running(self, numbers: Sequence[int], run_id: str) -> Mapping[int, FormGroup]:
+        """Return how each of these workers, busy with a run, joins a group of them, under a new epoch."""
 
 
 class Channel(Protocol):
@@ -66,38 +70,6 @@ class Output:
     entry: list[Any]
 
 
-@dataclass(frozen=True)
-class Death:
-    """A death after which the cell went on.
-
-    Attributes
-    ----------
-    rank, worker : int
-        Who died.
-    num_left : int
-        How many ranks were left.
-    num_steps : int
-        After how many steps; -1 when the training was over.
-    seconds : float
-        From the news of it until those who were left went on.
-    """
-
-    rank: int
-    worker: int
-    num_left: int
-    num_steps: int = -1
-    seconds: float = 0.0
-
-    def __str__(self) -> str:
-        if self.num_steps < 0:
-            return f"rank {self.rank} (worker-{self.worker}) died when its training was over"
-        others = "the other one goes" if self.num_left == 1 else f"the other {self.num_left} go"
-        return (
-            f"rank {self.rank} (worker-{self.worker}) died after step {self.num_steps}: {others} on after "
-            f"{self.seconds:.2f} s, with nothing lost; the batch of that moment was repeated"
-        )
-
-
 @dataclass(frozen=True, repr=False)
 class RunResult:
     """How a cell ended on all ranks.
@@ -105,7 +77,7 @@ class RunResult:
     ``failures`` and ``values`` are by rank; ``died`` lists ranks in the order in which the news came;
     ``cause`` says why the cell was released, or ""; ``release_seconds`` how long it took until all were out;
     ``busy`` lists ranks that were not; ``left`` says that it goes on, unobserved, for the reason in ``cause``;
-    ``deaths`` are those after which it went on;
+    ``changes`` tells of the workers that went, or came, meanwhile;
     ``first`` is the rank whose error came first and is nobody else's consequence, or None.
     """
 
@@ -118,7 +90,7 @@ class RunResult:
     release_seconds: float
     seconds: float
     left: bool = False
-    deaths: tuple[Death, ...] = ()
+    changes: tuple[Change, ...] = ()
     table: list[tuple[int, str, str]] = field(default_factory=list)
 
     def __repr__(self) -> str:
@@ -134,13 +106,23 @@ class RunResult:
     @property
     def notes(self) -> list[str]:
         """What the workers have to say, each line once, and the names that differ between ranks."""
-        lines = [str(death) for death in self.deaths]
+        lines = [str(change) for change in self.changes]
         lines += [line for value in self.values.values() for line in value.get("notes", ())]
         names = self.differing_names
         if names:
             listed = ", ".join(names)
             lines.append(f"these names differ between the ranks (each counted its own part): {listed}")
         return list(dict.fromkeys(lines))
+
+    @property
+    def deaths(self) -> list[Death]:
+        """The deaths after which it went on."""
+        return [change for change in self.changes if isinstance(change, Death)]
+
+    @property
+    def joined(self) -> list[Joined]:
+        """The workers that came meanwhile."""
+        return [change for change in self.changes if isinstance(change, Joined)]
 
     @property
     def differing_names(self) -> list[str]:
@@ -172,7 +154,7 @@ class CellRun:
     absent : sequence of int
         Ranks of the group that do not run the cell.
     mender : Mender, optional
-        By whom it goes on after a death.
+        By whom it goes on when workers go or come.
     max_retries : int
         After how many deaths in a row it does, without a step in between.
 
@@ -209,9 +191,14 @@ class CellRun:
         self._num_steps = dict.fromkeys(ranks, 0)
         self._died: list[int] = []
         self._mender, self._max_retries = mender, max_retries
-        self._deaths: list[Death] = []
+        self._changes: list[Change] = []
         self._died_at = 0.0
         self._num_failures = 0
+        self._former: dict[int, int] = {}
+        self._waiting: list[int] = []
+        self._at_head: set[int] = set()
+        self._entering: set[int] = set()
+        self._pause_seconds = 0.0
         self._released_at: float | None = None
         self._cause = ""
         self._interrupted = self._left = False
@@ -224,12 +211,15 @@ class CellRun:
 
     def start(self, command: RunCell) -> None:
         """Send the cell to each rank's worker."""
-        self._epoch = command.epoch
-        for rank, worker in self.ranks.items():
-            self._channel.request(worker, command).add_done_callback(
-                lambda future, rank=rank: self._inbox.put(("reply", rank, future))  # type: ignore[misc]
-            )
+        self._command, self._epoch = command, command.epoch
+        for rank in self.ranks:
+            self._send(rank, command)
         threading.Thread(target=self._work, name="openclaw-run", daemon=True).start()
+
+    def _send(self, rank: int, command: Command) -> None:
+        self._channel.request(self.ranks[rank], command).add_done_callback(
+            lambda future: self._inbox.put(("reply", rank, future))
+        )
 
     def tell(self, event: Event) -> None:
         """Take an event of a worker; those of other runs are dropped."""
@@ -240,6 +230,10 @@ class CellRun:
         """Take the news that a worker's process ended."""
         if worker in self._rank_of:
             self._inbox.put(("died", self._rank_of[worker], None))
+
+    def offer(self, worker: int) -> None:
+        """Take the news that a worker is ready to take part; it comes in where the cell lets it."""
+        self._inbox.put(("offer", -1, worker))
 
     def interrupt(self) -> None:
         """End the cell as the stop button does."""
@@ -266,6 +260,11 @@ class CellRun:
     def seconds(self) -> float:
         """How long it has run, or did run."""
         return self.result.seconds if self.result is not None else time.monotonic() - self._started
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether it goes on after deaths."""
+        return self._mender is not None and self._max_retries > 0
 
     @property
     def running(self) -> bool:
@@ -310,6 +309,9 @@ class CellRun:
                 self._take_event(rank, item)
             case "died":
                 self._die(rank)
+            case "offer" if self._mender is not None:
+                self._waiting.append(item)
+                self._invite()
             case "leave":
                 self._left, self._cause = True, item
             case "interrupt":
@@ -320,57 +322,125 @@ class CellRun:
         if self._views[rank].phase is Phase.RUNNING:
             self._views[rank] = replace(self._views[rank], **changes)
 
+    # ------------------------------------------------------------------------- workers go and come
+
     def _die(self, rank: int) -> None:
         if self._mender is not None and self._can_go_on(rank):
-            self._go_on_without(rank, self._mender)
+            self._go_on_without(rank)
             return
         if self._views[rank].phase is Phase.RUNNING:
             self._died.append(rank)
         self._set(rank, phase=Phase.DIED)
 
     def _can_go_on(self, rank: int) -> bool:
-        others = [view.phase for other, view in self._views.items() if other != rank]
         return (
             self._views[rank].phase is Phase.RUNNING
-            and self._released_at is None
-            and bool(others)
-            and all(phase in (Phase.RUNNING, Phase.DONE) for phase in others)
             and self._num_failures < self._max_retries
+            and self._others_go_on(rank)
         )
 
-    def _go_on_without(self, rank: int, mender: Mender) -> None:
-        """Let the others go on in a group of their own."""
-        worker = self.ranks.pop(rank)
-        del self._views[rank], self._rank_of[worker], self._num_batches[rank], self._num_measured[rank]
-        self._deaths.append(Death(rank, worker, len(self.ranks)))
-        # A rank that has ended its cell has seen all others come to the end of their training.
-        if any(view.phase is Phase.DONE for view in self._views.values()):
-            return
+    def _others_go_on(self, rank: int) -> bool:
+        others = [view.phase for other, view in self._views.items() if other != rank]
+        return (
+            self._released_at is None
+            and bool(others)
+            and all(phase in (Phase.RUNNING, Phase.DONE) for phase in others)
+        )
+
+    def _go_on_without(self, rank: int) -> None:
+        """Let the others go on after a death."""
+        self._changes.append(Death(rank, self.ranks[rank], len(self.ranks) - 1))
         self._num_failures += 1
         self._died_at = time.monotonic()
-        groups = mender.regroup_running(list(self.ranks.values()))
-        for number, group in groups.items():
+        self._leave_out(rank, f"rank {rank} died")
+
+    def _leave_out(self, rank: int, cause: str) -> None:
+        worker = self.ranks.pop(rank)
+        self._former[worker] = rank
+        del self._views[rank], self._rank_of[worker], self._num_batches[rank], self._num_measured[rank]
+        self._replies.pop(rank, None)
+        self._entering.discard(rank)
+        # A rank that has ended its cell has seen all others come to the end of their training.
+        if all(view.phase is Phase.RUNNING for view in self._views.values()):
+            self._regroup(cause)
+            self._invite()
+
+    def _regroup(self, cause: str, newcomers: Sequence[int] = ()) -> None:
+        """Let the ranks go on in a group of their own, with these newcomers."""
+        assert self._mender is not None
+        self._at_head.clear()
+        groups = self._mender.regroup_running(list(self.ranks.values()), self.run_id)
+        for rank, number in self.ranks.items():
+            group = groups[number]
             self._epoch = group.epoch
-            command = Regroup(run_id=self.run_id, group=group, cause=f"rank {rank} died")
-            self._channel.request_at_once(number, command)
+            if rank in newcomers:
+                self._send(rank, EnterCell(cell=self._command, group=group))
+            else:
+                command = Regroup(run_id=self.run_id, group=group, cause=cause)
+                self._channel.request_at_once(number, command)
+
+    def _invite(self) -> None:
+        """Ask the ranks to let in who waits."""
+        if self._waiting and self._released_at is None:
+            for number in self.ranks.values():
+                self._channel.request_at_once(number, LetIn(run_id=self.run_id))
+
+    def _take_arrival(self, rank: int, event: AtHead) -> None:
+        """Let newcomers in when all ranks are at the head of the loop."""
+        if event.epoch == self._epoch:
+            self._at_head.add(rank)
+        if self._at_head != set(self.ranks):
+            return
+        newcomers = [self._give_seat(worker) for worker in self._waiting]
+        self._waiting = []
+        self._entering.update(newcomers)
+        self._regroup("newcomers are let in", newcomers)
+
+    def _give_seat(self, worker: int) -> int:
+        """Make a worker a rank: again the one that it was, if it was one."""
+        rank = self._former.get(worker, -1)
+        if rank < 0 or rank in self.ranks:
+            rank = 1 + max((*self.ranks, *self._former.values()))
+        self.ranks[rank], self._rank_of[worker] = worker, rank
+        self._views[rank] = RankView()
+        self._num_batches[rank] = self._num_measured[rank] = self._num_steps[rank] = 0
+        return rank
 
     def _count_steps(self, rank: int, steps: int) -> None:
         """Let a step that was made after the last death end the row of failures."""
         self._num_steps[rank] += steps
-        if self._deaths and 0 <= self._deaths[-1].num_steps < self._num_steps[rank]:
+        last = next((c for c in reversed(self._changes) if isinstance(c, Death)), None)
+        if last is not None and 0 <= last.num_steps < self._num_steps[rank]:
             self._num_failures = 0
 
-    def _take_regrouped(self, event: Regrouped) -> None:
-        newest = self._deaths[-1]
-        if event.epoch == self._epoch and newest.num_steps < 0:
+    def _take_regrouped(self, rank: int, event: Regrouped) -> None:
+        if event.epoch != self._epoch:
+            return
+        newest = self._changes[-1] if self._changes else None
+        if rank in self._entering:
+            self._entering.discard(rank)
+            self._num_steps[rank] = event.num_steps
+            joined = Joined(rank, event.worker, event.world_size, event.num_steps, self._pause_seconds)
+            self._changes.append(joined)
+        elif isinstance(newest, Death) and newest.num_steps < 0:
             seconds = time.monotonic() - self._died_at
-            self._deaths[-1] = replace(newest, num_steps=event.num_steps, seconds=seconds)
+            self._changes[-1] = replace(newest, num_steps=event.num_steps, seconds=seconds)
+        else:
+            self._pause_seconds = event.seconds
+
+    def _turn_away(self, rank: int, reply: Failed) -> None:
+        """Go on without a newcomer that could not take what it was given."""
+        self._changes.append(TurnedAway(self.ranks[rank], f"{reply.error_type}: {reply.message}"))
+        self._leave_out(rank, f"rank {rank} could not take part")
 
     def _take_reply(self, rank: int, future: Future[Reply]) -> None:
         try:
             reply = future.result()
         except WorkerDiedError:
             self._die(rank)
+            return
+        if isinstance(reply, Failed) and rank in self._entering and self._others_go_on(rank):
+            self._turn_away(rank, reply)
             return
         self._replies[rank] = reply
         if isinstance(reply, Failed):
@@ -395,7 +465,9 @@ class CellRun:
                 self._count_steps(rank, event.steps)
                 self._shown.put(event)
             case Regrouped():
-                self._take_regrouped(event)
+                self._take_regrouped(rank, event)
+            case AtHead():
+                self._take_arrival(rank, event)
             case Whereabouts():
                 self._views[rank] = self._views[rank].located(
                     call=event.call,
@@ -453,7 +525,7 @@ class CellRun:
             release_seconds=self._since_release() or 0.0,
             seconds=self._seconds_at_end(),
             left=self._left,
-            deaths=tuple(self._deaths),
+            changes=tuple(self._changes),
             table=self._table,
         )
         self._on_finished(self.result)
