@@ -183,7 +183,7 @@ class Membership:
             worker.pid, worker.store_port, worker.epoch = value["pid"], value["store_port"], value["epoch"]
             worker.seen = time.monotonic()
             self.epoch = max(self.epoch, worker.epoch)
-            worker.rank = value["rank"]
+            worker.rank, worker.warm = value["rank"], value["warm"]
             self.communication = value["transport"] or self.communication
             worker.busy_with = value["where"]["run_id"] if value["where"] is not None else ""
             if value["problem"]:
@@ -329,6 +329,7 @@ class Membership:
                 worker = self.workers[number]
                 self._first_death = self._first_death or worker.id
                 worker.alive, worker.store_port, worker.pid, worker.busy_with = False, 0, None, ""
+                worker.warm = False
             self._changed.notify_all()
         if not during_run and self._ready.is_set():
             self.mend()
@@ -366,7 +367,14 @@ class Membership:
         except OpenClawError as error:
             self.notes.append(f"No new process could be started in the place of {worker.id}: {error}")
             return
+        self._await_warmth(worker)
         ready(worker.number)
+
+    def _await_warmth(self, worker: Worker) -> None:
+        """Wait until a worker would let nobody wait for what it has to import."""
+        while worker.alive and not worker.warm and not self._closing:
+            self._locate(worker)
+            time.sleep(_POLL_SECONDS)
 
     def after_run(self, *, clean: bool, busy: Sequence[int], joined: Sequence[int] = ()) -> None:
         """Put the group in order after a cell: nothing to do after a clean one.

@@ -14,7 +14,8 @@ class Worker:
 
     ``number`` is its engine id and its rank order; ``busy_with`` is the run that it has not left although
     the person got the prompt back, or "". ``epoch`` is its group's and ``rank`` its own there when it last said so;
-    ``seen`` is when it last told anything, by the clock that only grows.
+    ``seen`` is when it last told anything, by the clock that only grows. ``warm`` says that its process has imported what
+    a strategy cell needs; ``spare`` that it is in no group until another worker dies.
     """
 
     number: int
@@ -25,6 +26,8 @@ class Worker:
     busy_with: str = ""
     epoch: int = 0
     rank: int = 0
+    warm: bool = False
+    spare: bool = False
     seen: float = field(default_factory=time.monotonic)
 
     @property
@@ -34,7 +37,9 @@ class Worker:
 
     @property
     def state(self) -> str:
-        """``idle``, ``busy``, or ``dead``."""
+        """``idle``, ``busy``, ``spare`` or ``dead``."""
         if not self.alive:
             return "dead"
+        if self.spare:
+            return "spare"
         return "busy" if self.busy_with else "idle"

@@ -338,6 +338,7 @@ class Agent:
             "rank": self._group.rank if self._group else 0,
             "transport": self._group.transport if self._group else "",
             "problem": self._preload.problem,
+            "warm": self._preload.is_complete,
         }
 
     def _open_store(self) -> int:

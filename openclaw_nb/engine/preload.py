@@ -16,6 +16,7 @@ class Preload:
     def __init__(self) -> None:
         self._error: BaseException | None = None
         self._done = threading.Event()
+        self._is_complete = False
         threading.Thread(target=self._run, name="openclaw-import", daemon=True).start()
 
     def _run(self) -> None:
@@ -29,11 +30,17 @@ class Preload:
             self._done.set()
         for name in _LATER:
             importlib.import_module(name)
+        self._is_complete = True
 
     @property
     def ready(self) -> bool:
         """Whether torch can be used now."""
         return self._done.is_set() and self._error is None
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether all is imported that the first strategy cell would wait for."""
+        return self._is_complete
 
     @property
     def problem(self) -> str:
@@ -53,8 +60,14 @@ class Preload:
             raise ImportError(f"torch cannot be imported on the worker: {self._error}") from self._error
 
 
-# What the first traceback, and the first optimizer, would import: seconds that look like a hang.
-_LATER = ("stack_data", "pygments.lexers.python", "pygments.formatters.terminal256", "torch._dynamo")
+# What the first traceback, the first strategy cell and the first optimizer would import: seconds that look like a hang.
+_LATER = (
+    "stack_data",
+    "pygments.lexers.python",
+    "pygments.formatters.terminal256",
+    "openclaw_nb.engine.parallel.registry",
+    "torch._dynamo",
+)
 
 _preload: Preload | None = None
 
