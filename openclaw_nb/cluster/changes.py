@@ -61,9 +61,34 @@ class Joined:
 
     def __str__(self) -> str:
         return (
-            f"worker-{self.worker} takes part as rank {self.rank} after step {self.num_steps}, with the variables of one "
-            f"that was there: {self.num_ranks} ranks share each batch; the others waited {self.pause_seconds:.2f} s"
+            f"worker-{self.worker} takes part as rank {self.rank} after step {self.num_steps}, with the variables of "
+            f"one that was there: {self.num_ranks} ranks share each global batch; the others waited "
+            f"{self.pause_seconds:.2f} s"
         )
+
+
+@dataclass(frozen=True)
+class Left:
+    """A worker that was removed from the cell.
+
+    Attributes
+    ----------
+    rank, worker : int
+        Who left.
+    num_left : int
+        How many ranks are left.
+    num_steps : int
+        After how many steps, as far as they had been told.
+    """
+
+    rank: int
+    worker: int
+    num_left: int
+    num_steps: int
+
+    def __str__(self) -> str:
+        ranks = "1 rank has" if self.num_left == 1 else f"{self.num_left} ranks share"
+        return f"rank {self.rank} (worker-{self.worker}) left about step {self.num_steps}: {ranks} each global batch"
 
 
 @dataclass(frozen=True)
@@ -77,4 +102,4 @@ class TurnedAway:
         return f"worker-{self.worker} could not take part in the cell: {self.why}"
 
 
-Change = Death | Joined | TurnedAway
+Change = Death | Joined | Left | TurnedAway

@@ -148,6 +148,55 @@ def choose_devices(
     return chosen
 
 
+def choose_more(
+    where: int | str,
+    used: Sequence[Device],
+    *,
+    available: Sequence[Device],
+    memory_available_bytes: int,
+    oversubscribe: bool = False,
+) -> list[Device]:
+    """Decide which devices workers get that are added to others.
+
+    Parameters
+    ----------
+    where : int or str
+        How many, or device ids.
+    used : sequence of Device
+        Where the others run.
+    available, memory_available_bytes, oversubscribe
+        As for `choose_devices`.
+
+    Raises
+    ------
+    UsageError, UnknownNameError, ResourceError
+        As `choose_devices`; also for a device that is in use, and for the address of another host.
+    """
+    if isinstance(where, str) and ":" in where:
+        raise UsageError(
+            f"{where!r}: workers of other hosts cannot join yet. Give a number of workers, or devices of this machine."
+        )
+    taken = {device.id for device in used}
+    if isinstance(where, str):
+        chosen = _explicit(_named_ids(where) or [], None, available, oversubscribe)
+        doubled = [device.id for device in chosen if device.id in taken]
+        if doubled and not oversubscribe:
+            raise ResourceError(
+                f"In use by another worker: {', '.join(doubled)}. Choose others, or say --oversubscribe."
+            )
+    else:
+        _check_count(where)
+        kind = used[0].kind if used else "cpu"
+        pool = [device for device in available if device.kind == kind]
+        free = [device for device in pool if device.id not in taken]
+        if where > len(free) and not oversubscribe:
+            raise _too_many(len(used) + where, pool)
+        chosen = [*free, *islice(cycle(pool), where)][:where]
+    if not oversubscribe:
+        _check_memory(len(chosen), memory_available_bytes)
+    return chosen
+
+
 def _check_count(num_workers: int | None) -> None:
     if num_workers is None:
         return

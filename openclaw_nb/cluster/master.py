@@ -26,6 +26,7 @@ from openclaw_nb.cluster.ipp import Door
 from openclaw_nb.cluster.launch import BACKENDS, SET_ENDED, check_devices, check_installed, check_words
 from openclaw_nb.cluster.membership import Membership, Progress
 from openclaw_nb.cluster.ownership import CLUSTER_VARIABLE, end_processes, new_cluster_id
+from openclaw_nb.cluster.resize import Resizer
 from openclaw_nb.cluster.run import CellRun, RunResult
 from openclaw_nb.cluster.status import DeviceStatus, StatusReader
 from openclaw_nb.cluster.worker import Worker
@@ -65,6 +66,8 @@ class MasterNode:
         the sums of strategies. ``mpi`` makes those sums by MPI and needs the backend mpi.
     lease_seconds : float
         How long the workers wait for a new owner (`attach`) when this process ends without `stop` or `detach`.
+    oversubscribe : bool
+        Let added workers share devices, and start with little memory.
 
     Attributes
     ----------
@@ -88,6 +91,7 @@ class MasterNode:
         backend: str = "local",
         communication: str = "auto",
         lease_seconds: float = 0.0,
+        oversubscribe: bool = False,
     ) -> None:
         if not host.startswith("127.") and host != "localhost":
             raise UsageError(
@@ -100,6 +104,7 @@ class MasterNode:
         self.backend = backend
         self._asked_communication = communication
         self._lease_seconds = lease_seconds
+        self.oversubscribe = oversubscribe
         self._door: Door | None = None
         self._membership: Membership | None = None
         self._files: ClusterFiles | None = None
@@ -110,6 +115,7 @@ class MasterNode:
         self._lock = threading.Lock()
         self._listeners: list[Callable[[Event], None]] = []
         self._limits = Limits()
+        self._resizes: list[float] = []
         self._max_retries = 0
         self._run_count = 0
         self._run_prefix = new_cluster_id()[:8]  # another owner of the cluster may have counted runs before
@@ -198,7 +204,7 @@ class MasterNode:
                 master.listen(listener)
             try:
                 master._open(files).find_controller(state.get("controller", ()))
-                master._members.take_over([Device(**device) for device in state["devices"]])
+                master._members.take_over(state)
                 master._take_up()
                 # Last: killed before, this process leaves a cluster that can be attached to again.
                 master._watch_over()
@@ -261,7 +267,13 @@ class MasterNode:
     def _forget(self) -> None:
         self._door = self._membership = self._files = self._guardian = self._exchange = None
 
-    def start_workers(self, devices: Sequence[Device], progress: Progress | None = None) -> list[Worker]:
+    def start_workers(
+        self,
+        devices: Sequence[Device],
+        progress: Progress | None = None,
+        *,
+        spares: Sequence[Device] = (),
+    ) -> list[Worker]:
         """Start one worker a device and form the process group.
 
         Parameters
@@ -270,6 +282,8 @@ class MasterNode:
             Where the workers run.
         progress : callable, optional
             Called with (done, total, what) as the start goes on.
+        spares : sequence of Device
+            Where workers wait that take the place of one that dies in a cell (`enable_auto_recovery`).
 
         Raises
         ------
@@ -279,16 +293,22 @@ class MasterNode:
             When these devices cannot communicate as asked for; nothing is left then, too.
         """
         try:
-            check_devices(self._asked_communication, devices)
-            workers = self._members.start(devices, progress)
+            check_devices(self._asked_communication, [*devices, *spares])
+            if spares and not self.replaces_workers:
+                raise UsageError(f"Spare workers cannot be used here. {SET_ENDED}")
+            self._members.start(devices, spares, progress)
         except BaseException:
             self.stop()
             raise
+        self._save_state()
+        return self.workers
+
+    def _save_state(self) -> None:
+        """Keep what another process needs to take the cluster over."""
         assert self._files is not None
         controller = self._members.door.controller
         state = {"name": self.name, "backend": self.backend, "controller": controller}
         self._files.save_state({**state, **self._members.state()})
-        return workers
 
     def stop(self) -> int:
         """End every process of the cluster and remove its files.
@@ -334,8 +354,9 @@ class MasterNode:
 
     @property
     def workers(self) -> list[Worker]:
-        """The workers in rank order."""
-        return self._members.workers
+        """The workers in rank order, and the spares."""
+        members = self._members
+        return [*members.members, *(worker for worker in members.present if worker.spare)]
 
     @property
     def world_size(self) -> int:
@@ -403,7 +424,7 @@ class MasterNode:
         self._refuse_while_a_cell_runs()
         members.ensure_ready(on_wait)
         ranks, absent = self._gather_ranks(targets, alone=strategy is not None)
-        recovers = self._recovers(strategy) and not verify_steps
+        elastic = self._is_elastic(strategy) and not verify_steps
         with self._lock:
             if self._run is not None and self._run.running:
                 raise ClusterError(_BUSY)
@@ -415,7 +436,7 @@ class MasterNode:
                 ranks,
                 self._on_run_finished,
                 absent,
-                mender=members if recovers else None,
+                mender=members if elastic else None,
                 max_retries=self._max_retries,
             )
             run.limits = self._limits
@@ -430,15 +451,15 @@ class MasterNode:
                 strategy=strategy,
                 compare_names=strategy is not None and not verify_steps,
                 verify_steps=verify_steps,
-                recovers=recovers,
+                elastic=elastic,
             )
         )
         return run
 
-    def _recovers(self, strategy: StrategySpec | None) -> bool:
-        """Whether a cell goes on after a death: in data parallel each rank has all that it takes."""
+    def _is_elastic(self, strategy: StrategySpec | None) -> bool:
+        """Whether a cell goes on when ranks go or come: in data parallel each rank has all that it takes."""
         return (
-            self._max_retries > 0
+            self.replaces_workers
             and strategy is not None
             and strategy.name == "data_parallel"
             and strategy.split == "loader"
@@ -537,6 +558,67 @@ class MasterNode:
             raise UsageError(f"Cells cannot go on after a death here. {SET_ENDED}")
         self._max_retries = max_retries
 
+    # --------------------------------------------------------------------------------- more, and fewer
+
+    def add_worker(self, where: int | str = 1) -> list[Worker]:
+        """Start more workers; a data-parallel cell that runs takes them in at the head of a loop.
+
+        The global batch and the learning rate stay: each rank gets a smaller part of each batch.
+
+        Parameters
+        ----------
+        where : int or str
+            How many, or on which devices of this machine (``"CPU-2,CPU-3"``).
+
+        Returns
+        -------
+        list of Worker
+            The new workers. Unless a cell takes them in, they have no variables.
+
+        Raises
+        ------
+        UsageError, UnknownNameError, ResourceError
+            When there is no such device or no more of them, or one death ends all workers (MPI).
+        StartError
+            When a process does not come up; the others go on as they were.
+        """
+        return self._resizer().add(where)
+
+    def remove_worker(self, which: str) -> None:
+        """End a worker; a data-parallel cell that runs lets it go at the head of a loop, and loses nothing.
+
+        Parameters
+        ----------
+        which : str
+            A worker's id, or its device's.
+
+        Raises
+        ------
+        UnknownNameError
+            When there is no such worker.
+        UsageError
+            For the last one, while a cell runs that needs it, or where one death ends all workers (MPI).
+        """
+        self._resizer().remove(which)
+
+    def resize_workers(self, num_workers: int) -> list[Worker]:
+        """Add workers, or remove the last ones, so that there are so many; return them.
+
+        Raises
+        ------
+        UsageError
+            For less than one; else as `add_worker` and `remove_worker`.
+        """
+        return self._resizer().resize(num_workers)
+
+    def _resizer(self) -> Resizer:
+        if self.problem:
+            raise ClusterError(self.problem)
+        members = self._members
+        if not self.replaces_workers:
+            raise UsageError(f"The number of workers cannot change here. {SET_ENDED}")
+        return Resizer(members, self._run, self._save_state, self._resizes, oversubscribe=self.oversubscribe)
+
     def reset(self, replace_busy: bool = False, on_wait: Callable[[str], None] | None = None) -> int:
         """Form a fresh process group; the workers' variables stay.
 
@@ -614,7 +696,7 @@ class MasterNode:
         places: dict[int, str] = {}
         if run is not None and run.running:
             places = {run.ranks[rank]: text for rank, text, _ in run.who_waits_where() if rank in run.ranks}
-        return [self._status.read(w, places.get(w.number, "")) for w in self._members.workers]
+        return [self._status.read(w, places.get(w.number, "")) for w in self.workers]
 
     # ------------------------------------------------------------------------------------ what arrives
 
@@ -663,7 +745,17 @@ class MasterNode:
         if self._membership is not None:
             self._membership.died(number, during_run=running)
             if run is not None and running and run.goes_on:
-                self._membership.replace_running(number, run.offer)
+                self._replace_running(number, run)
+
+    def _replace_running(self, number: int, run: CellRun) -> None:
+        """Bring a spare, or else a new process, into a cell in which a worker died."""
+        members = self._members
+        if members.workers[number].removed:
+            return
+        spare = members.take_spare(number)
+        if spare is not None:
+            run.offer(spare)
+        members.replace_running(number, run.offer if spare is None else lambda number: None)
 
 
 def _limit(name: str, seconds: object) -> float:

@@ -12,7 +12,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import asdict
 from typing import Any
@@ -75,11 +75,16 @@ class Membership:
 
     # ----------------------------------------------------------------------------------------- start
 
-    def start(self, devices: Sequence[Device], progress: Progress | None) -> list[Worker]:
-        """Start one worker a device and form the group."""
+    def start(
+        self, devices: Sequence[Device], spares: Sequence[Device], progress: Progress | None
+    ) -> list[Worker]:
+        """Start one worker a device and form the group, which spares are not in."""
         tell = progress or (lambda done, total, what: None)
+        devices, num_working = [*devices, *spares], len(devices)
         total = 2 * len(devices) + 2
-        self.workers = [Worker(number=i, device=device) for i, device in enumerate(devices)]
+        self.workers = [
+            Worker(number=i, device=device, spare=i >= num_working) for i, device in enumerate(devices)
+        ]
         self._launch.start(self.workers, len(self.workers))
         tell(0, total, "starting the controller")
         self.door.connect()
@@ -100,14 +105,24 @@ class Membership:
             "host": self._host,
             "communication": self._asked_communication,
             "devices": [asdict(worker.device) for worker in self.workers],
+            "spares": [worker.number for worker in self.workers if worker.spare],
+            "removed": [worker.number for worker in self.workers if worker.removed],
         }
 
-    def take_over(self, devices: Sequence[Device]) -> None:
-        """Take over workers that run. `mend` forms a group of them."""
-        self.workers = [Worker(number=i, device=device) for i, device in enumerate(devices)]
+    def take_over(self, state: Mapping[str, Any]) -> None:
+        """Take over workers that run, from their `state`. `mend` forms a group of them."""
+        self.workers = [
+            Worker(
+                number=i,
+                device=Device(**device),
+                spare=i in state.get("spares", ()),
+                removed=i in state.get("removed", ()),
+            )
+            for i, device in enumerate(state["devices"])
+        ]
         self.door.connect()
         for worker in self.workers:
-            if not worker.alive and self._launch.replaces:
+            if not worker.alive and not worker.removed and self._launch.replaces:
                 self.notes.append(f"{worker.id} is gone: a new process starts in its place.")
         for worker in self._ask_where():
             worker.busy_with = _NO_ANSWER
@@ -193,7 +208,17 @@ class Membership:
 
     def all_ranks(self) -> dict[int, int]:
         """Return the number of each living worker by its rank when all take part."""
-        return {rank: worker.number for rank, worker in enumerate(w for w in self.workers if w.alive)}
+        return {rank: worker.number for rank, worker in enumerate(w for w in self.members if w.alive)}
+
+    @property
+    def members(self) -> list[Worker]:
+        """The workers that are, or are to be, in the group."""
+        return [worker for worker in self.workers if not (worker.spare or worker.removed)]
+
+    @property
+    def present(self) -> list[Worker]:
+        """The workers that were not removed, spares among them."""
+        return [worker for worker in self.workers if not worker.removed]
 
     def regroup(self, numbers: Sequence[int]) -> None:
         """Form the group of exactly these workers, unless it stands already."""
@@ -226,7 +251,7 @@ class Membership:
         raise StartError(f"The process group could not be formed: {problem}")
 
     def _try_to_form(self, numbers: Sequence[int] | None) -> str:
-        members = [w for w in self.workers if w.alive and (numbers is None or w.number in numbers)]
+        members = [w for w in self.members if w.alive and (numbers is None or w.number in numbers)]
         if not members:
             raise StartError("No worker is alive. Start again with %openclaw stop and %openclaw start.")
         self.epoch += 1
@@ -331,6 +356,8 @@ class Membership:
                 worker.alive, worker.store_port, worker.pid, worker.busy_with = False, 0, None, ""
                 worker.warm = False
             self._changed.notify_all()
+            if number < len(self.workers) and self.workers[number].removed:
+                return
         if not during_run and self._ready.is_set():
             self.mend()
         elif not during_run:
@@ -370,6 +397,48 @@ class Membership:
         self._await_warmth(worker)
         ready(worker.number)
 
+    def take_spare(self, number: int) -> int | None:
+        """Let a spare take the place of a worker, which becomes one; return its number, or None."""
+        spare = next((w for w in self.workers if w.spare and w.alive and w.store_port), None)
+        if spare is None:
+            return None
+        spare.spare, self.workers[number].spare = False, True
+        return spare.number
+
+    def add(self, devices: Sequence[Device]) -> list[Worker]:
+        """Start workers beside those that there are; return when they can join a group.
+
+        Raises
+        ------
+        StartError
+            When one does not come up; nothing is left of them then.
+        """
+        with self._changed:
+            first = len(self.workers)
+            added = [Worker(number=first + i, device=device) for i, device in enumerate(devices)]
+            self.workers += added
+        try:
+            self._launch.start(added, len(self.present))
+            self._await_workers(added, lambda count: None)
+            self._await_stores(added, lambda count: None)
+        except BaseException:
+            for worker in added:
+                self.remove(worker.number)
+            raise
+        self._blank.update(worker.number for worker in added)
+        for worker in added:
+            self._await_warmth(worker)
+        return added
+
+    def remove(self, number: int) -> None:
+        """End a worker, for good."""
+        worker = self.workers[number]
+        worker.removed = True
+        self._blank.discard(number)
+        if worker.alive and worker.pid:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(worker.pid, 9)
+
     def _await_warmth(self, worker: Worker) -> None:
         """Wait until a worker would let nobody wait for what it has to import."""
         while worker.alive and not worker.warm and not self._closing:
@@ -393,7 +462,7 @@ class Membership:
             if worker.number not in busy:
                 worker.busy_with = ""
         is_changing = any(thread.is_alive() for thread in self._replacing)
-        if not clean or is_changing or not all(worker.alive for worker in self.workers):
+        if not clean or is_changing or not all(worker.alive for worker in self.present):
             self.mend()
         else:
             self._tell_blank()
@@ -447,9 +516,11 @@ class Membership:
                     return
 
     def _tell_blank(self) -> None:
-        if self._blank:
-            names = ", ".join(self.workers[number].id for number in sorted(self._blank))
-            self._blank.clear()
+        blank = [self.workers[number].id for number in sorted(self._blank)]
+        blank = [worker.id for worker in self.members if worker.id in blank]
+        self._blank.clear()
+        if blank:
+            names = ", ".join(blank)
             self.notes.append(
                 f"{names} is a new process without variables: run the cells that build them again, "
                 "or %openclaw push."
@@ -458,7 +529,7 @@ class Membership:
     def _mend_once(self) -> None:
         for thread in self._replacing:
             thread.join()
-        dead = [worker for worker in self.workers if not worker.alive]
+        dead = [worker for worker in self.present if not worker.alive]
         if dead and not self._launch.replaces:
             self._launch.end()
             raise ClusterError(f"{self._first_death or dead[0].id} died. {SET_ENDED}")

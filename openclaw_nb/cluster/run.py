@@ -18,7 +18,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
-from openclaw_nb.cluster.changes import Change, Death, Joined, TurnedAway
+from openclaw_nb.cluster.changes import Change, Death, Joined, Left, TurnedAway
 from openclaw_nb.core.errors import MismatchError, WorkerDiedError
 from openclaw_nb.plan.release import GiveUp, Limits, Phase, RankView, ReleaseNow, decide, waiting_table
 from openclaw_nb.protocol.messages import (
@@ -29,8 +29,8 @@ from openclaw_nb.protocol.messages import (
     Event,
     Failed,
     FormGroup,
-    LetIn,
     Measured,
+    Meet,
     Regroup,
     Regrouped,
     Release,
@@ -50,6 +50,9 @@ class Mender(Protocol):
 
     def regroup_running(self, numbers: Sequence[int], run_id: str) -> Mapping[int, FormGroup]:
         """Return how each of these workers, busy with a run, joins a group of them, under a new epoch."""
+
+    def remove(self, number: int) -> None:
+        """End a worker, for good."""
 
 
 class Channel(Protocol):
@@ -196,6 +199,7 @@ class CellRun:
         self._num_failures = 0
         self._former: dict[int, int] = {}
         self._waiting: list[int] = []
+        self._leaving: list[int] = []
         self._at_head: set[int] = set()
         self._entering: set[int] = set()
         self._pause_seconds = 0.0
@@ -217,9 +221,13 @@ class CellRun:
         threading.Thread(target=self._work, name="openclaw-run", daemon=True).start()
 
     def _send(self, rank: int, command: Command) -> None:
-        self._channel.request(self.ranks[rank], command).add_done_callback(
-            lambda future: self._inbox.put(("reply", rank, future))
-        )
+        worker = self.ranks[rank]
+
+        def answered(future: Future[Reply]) -> None:
+            if self._rank_of.get(worker) == rank:  # else it left, and another may have its rank
+                self._inbox.put(("reply", rank, future))
+
+        self._channel.request(worker, command).add_done_callback(answered)
 
     def tell(self, event: Event) -> None:
         """Take an event of a worker; those of other runs are dropped."""
@@ -234,6 +242,10 @@ class CellRun:
     def offer(self, worker: int) -> None:
         """Take the news that a worker is ready to take part; it comes in where the cell lets it."""
         self._inbox.put(("offer", -1, worker))
+
+    def dismiss(self, worker: int) -> None:
+        """Let a worker leave the cell where that can be; it is ended then."""
+        self._inbox.put(("dismiss", -1, worker))
 
     def interrupt(self) -> None:
         """End the cell as the stop button does."""
@@ -260,6 +272,11 @@ class CellRun:
     def seconds(self) -> float:
         """How long it has run, or did run."""
         return self.result.seconds if self.result is not None else time.monotonic() - self._started
+
+    @property
+    def is_elastic(self) -> bool:
+        """Whether workers can go and come while it runs."""
+        return self._mender is not None
 
     @property
     def goes_on(self) -> bool:
@@ -312,6 +329,9 @@ class CellRun:
             case "offer" if self._mender is not None:
                 self._waiting.append(item)
                 self._invite()
+            case "dismiss" if self._mender is not None:
+                self._leaving.append(item)
+                self._invite()
             case "leave":
                 self._left, self._cause = True, item
             case "interrupt":
@@ -335,7 +355,7 @@ class CellRun:
     def _can_go_on(self, rank: int) -> bool:
         return (
             self._views[rank].phase is Phase.RUNNING
-            and self._num_failures < self._max_retries
+            and (self._num_failures < self._max_retries or self.ranks[rank] in self._leaving)
             and self._others_go_on(rank)
         )
 
@@ -354,12 +374,15 @@ class CellRun:
         self._died_at = time.monotonic()
         self._leave_out(rank, f"rank {rank} died")
 
-    def _leave_out(self, rank: int, cause: str) -> None:
+    def _forget(self, rank: int) -> None:
         worker = self.ranks.pop(rank)
         self._former[worker] = rank
         del self._views[rank], self._rank_of[worker], self._num_batches[rank], self._num_measured[rank]
         self._replies.pop(rank, None)
         self._entering.discard(rank)
+
+    def _leave_out(self, rank: int, cause: str) -> None:
+        self._forget(rank)
         # A rank that has ended its cell has seen all others come to the end of their training.
         if all(view.phase is Phase.RUNNING for view in self._views.values()):
             self._regroup(cause)
@@ -380,27 +403,55 @@ class CellRun:
                 self._channel.request_at_once(number, command)
 
     def _invite(self) -> None:
-        """Ask the ranks to let in who waits."""
-        if self._waiting and self._released_at is None:
-            for number in self.ranks.values():
-                self._channel.request_at_once(number, LetIn(run_id=self.run_id))
+        """Ask the ranks to meet where who waits can come in, and who is dismissed can leave."""
+        leaving = [worker for worker in self._leaving if worker in self._rank_of]
+        if self._released_at is not None or not (self._waiting or leaving):
+            return
+        num_new = len(self._waiting)
+        command = Meet(
+            run_id=self.run_id,
+            num_ranks=len(self.ranks) + num_new - len(leaving),
+            num_new=num_new,
+            leaves=bool(leaving),
+        )
+        for number in self.ranks.values():
+            self._channel.request_at_once(number, command)
 
     def _take_arrival(self, rank: int, event: AtHead) -> None:
-        """Let newcomers in when all ranks are at the head of the loop."""
+        """Change the ranks when all are at the head of the loop."""
         if event.epoch == self._epoch:
             self._at_head.add(rank)
         if self._at_head != set(self.ranks):
             return
-        newcomers = [self._give_seat(worker) for worker in self._waiting]
-        self._waiting = []
+        newcomers = [self._give_seat(worker) for worker in self._waiting] if event.lets_in else []
+        if newcomers:
+            self._waiting = []
         self._entering.update(newcomers)
-        self._regroup("newcomers are let in", newcomers)
+        gone = self._let_leave()
+        self._regroup("the cell's ranks change", newcomers)
+        assert self._mender is not None
+        for worker in gone:
+            self._mender.remove(worker)
+        self._invite()
+
+    def _let_leave(self) -> list[int]:
+        """Take those out of the ranks that are dismissed, but for the last one; return who they are."""
+        gone = []
+        for worker in self._leaving:
+            rank = self._rank_of.get(worker)
+            if rank is None or len(self.ranks) == 1:
+                continue
+            gone.append(worker)
+            self._forget(rank)
+            self._changes.append(Left(rank, worker, len(self.ranks), max(self._num_steps.values())))
+        return gone
 
     def _give_seat(self, worker: int) -> int:
-        """Make a worker a rank: again the one that it was, if it was one."""
+        """Make a worker a rank: again the one that it was, another's that is gone, or a new one."""
+        free = sorted(set(self._former.values()) - set(self.ranks))
         rank = self._former.get(worker, -1)
-        if rank < 0 or rank in self.ranks:
-            rank = 1 + max((*self.ranks, *self._former.values()))
+        if rank not in free:
+            rank = free[0] if free else 1 + max(self.ranks)
         self.ranks[rank], self._rank_of[worker] = worker, rank
         self._views[rank] = RankView()
         self._num_batches[rank] = self._num_measured[rank] = self._num_steps[rank] = 0

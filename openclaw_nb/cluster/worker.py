@@ -14,8 +14,9 @@ class Worker:
 
     ``number`` is its engine id and its rank order; ``busy_with`` is the run that it has not left although
     the person got the prompt back, or "". ``epoch`` is its group's and ``rank`` its own there when it last said so;
-    ``seen`` is when it last told anything, by the clock that only grows. ``warm`` says that its process has imported what
-    a strategy cell needs; ``spare`` that it is in no group until another worker dies.
+    ``seen`` is when it last told anything, by the clock that only grows. ``warm`` says that its process has imported
+    what a strategy cell needs; ``spare`` that it is in no group until another worker dies; ``removed`` that it is
+    gone for good.
     """
 
     number: int
@@ -28,6 +29,7 @@ class Worker:
     rank: int = 0
     warm: bool = False
     spare: bool = False
+    removed: bool = False
     seen: float = field(default_factory=time.monotonic)
 
     @property

@@ -30,8 +30,8 @@ from openclaw_nb.protocol.messages import (
     EnterCell,
     Failed,
     FormGroup,
-    LetIn,
     Locate,
+    Meet,
     Recall,
     ReceiveVariables,
     Regroup,
@@ -166,7 +166,7 @@ class Agent:
         if command.epoch != self._service.epoch:
             message = f"The worker is in epoch {self._service.epoch}, not {command.epoch}."
             return failure(OpenClawError(message), [])
-        self._begin(command, self._new_regrouper(command) if command.recovers else None)
+        self._begin(command, self._new_regrouper(command) if command.elastic else None)
         return await self._answer(command, self._run_under_strategy(command))
 
     async def _enter_cell(self, command: EnterCell) -> Reply:
@@ -318,8 +318,8 @@ class Agent:
                 return self._release(command)
             case Regroup():
                 return self._regroup(command)
-            case LetIn():
-                return self._let_in(command)
+            case Meet():
+                return self._meet(command)
             case Locate():
                 running = self._running
                 where = self._whereabouts(running) if running else None
@@ -374,12 +374,12 @@ class Agent:
                 regrouper.ask(command)
         return Done(value={"running": regrouper is not None})
 
-    def _let_in(self, command: LetIn) -> Done:
-        """Let newcomers in where that can be."""
+    def _meet(self, command: Meet) -> Done:
+        """Let the cell meet the other ranks where that can be."""
         with self._lock:
             regrouper = self._regrouper_of(command.run_id)
             if regrouper is not None:
-                regrouper.let_in()
+                regrouper.ask_to_meet(command)
         return Done(value={"running": regrouper is not None})
 
     def _regrouper_of(self, run_id: str) -> CellRegrouper | None:

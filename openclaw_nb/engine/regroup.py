@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING
 
 from openclaw_nb.core.errors import GroupError, ReleasedError
 from openclaw_nb.engine.outbox import Outbox
-from openclaw_nb.protocol.messages import AtHead, Regroup, Regrouped
+from openclaw_nb.plan.wishes import Wishes
+from openclaw_nb.protocol.messages import AtHead, Meet, Regroup, Regrouped
 
 if TYPE_CHECKING:
     from openclaw_nb.engine.group.ranks import Ranks
@@ -40,8 +41,8 @@ class CellRegrouper:
 
     Attributes
     ----------
-    newcomers_wait : bool
-        Whether newcomers wait to be let in.
+    wishes : Wishes
+        Who is to come and go.
     """
 
     def __init__(
@@ -53,7 +54,7 @@ class CellRegrouper:
         on_joined: Callable[[], None],
     ) -> None:
         self._service, self._outbox, self._on_joined = service, outbox, on_joined
-        self.newcomers_wait = False
+        self.wishes = Wishes()
         self._worker, self._run_id = worker, run_id
         self._asked: queue.SimpleQueue[tuple[Regroup, float] | None] = queue.SimpleQueue()
         self._next: tuple[Regroup, float] | None = None
@@ -67,9 +68,9 @@ class CellRegrouper:
         self._asked.put((command, time.monotonic()))
         self._service.release(command.cause)
 
-    def let_in(self) -> None:
-        """Take note that newcomers wait."""
-        self.newcomers_wait = True
+    def ask_to_meet(self, command: Meet) -> None:
+        """Take note of who is to come and go."""
+        self.wishes = Wishes(command.num_ranks, command.num_new, command.leaves)
 
     def end(self) -> None:
         """Let the cell end: there is no next group."""
@@ -117,10 +118,12 @@ class CellRegrouper:
             return
         raise ReleasedError("the cell was ended before the newcomer was let in")
 
-    def arrive(self) -> None:
-        """Tell that this rank waits at a loop's head for the group with the newcomers."""
-        self.newcomers_wait = False
-        self._outbox.publish(AtHead(worker=self._worker, run_id=self._run_id, epoch=self._service.epoch))
+    def arrive(self, *, lets_in: bool) -> None:
+        """Tell that this rank waits at a loop's head for the next group."""
+        self.wishes = Wishes()
+        self._outbox.drain()  # what a rank that leaves has shown comes before it is gone
+        place = AtHead(worker=self._worker, run_id=self._run_id, epoch=self._service.epoch, lets_in=lets_in)
+        self._outbox.publish(place)
 
     def tell(self, num_steps: int) -> None:
         """Tell that the ranks go on, after so many steps."""

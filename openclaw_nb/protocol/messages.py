@@ -57,7 +57,7 @@ class RunCell:
     """Run one cell's source on this worker.
 
     With ``verify_steps``, its first steps are only tried, on a single device and under the strategy, and compared.
-    With ``recovers``, it goes on in another group when a rank dies (`Regroup`).
+    With ``elastic``, it goes on in another group when ranks go or come (`Regroup`).
     """
 
     run_id: str
@@ -67,7 +67,7 @@ class RunCell:
     strategy: StrategySpec | None = None
     compare_names: bool = False
     verify_steps: int = 0
-    recovers: bool = False
+    elastic: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,10 +126,17 @@ class Regroup:
 
 
 @dataclass(frozen=True, kw_only=True)
-class LetIn:
-    """Let newcomers into the running cell at the next head of a loop where all ranks can (`AtHead`)."""
+class Meet:
+    """Meet the other ranks at the next head of a loop of the running cell where all can (`AtHead`).
+
+    ``num_ranks`` is how many there are to be, ``num_new`` how many of them wait to come in, ``leaves`` whether some
+    leave.
+    """
 
     run_id: str
+    num_ranks: int
+    num_new: int
+    leaves: bool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -167,7 +174,7 @@ Command = (
     | Complete
     | Release
     | Regroup
-    | LetIn
+    | Meet
     | EnterCell
     | Locate
     | Recall
@@ -281,11 +288,15 @@ class Regrouped:
 
 @dataclass(frozen=True, kw_only=True)
 class AtHead:
-    """A worker waits at the head of a loop for the group that newcomers are in (`LetIn`, then `Regroup`)."""
+    """A worker waits at the head of a loop for the next group (`Meet`, then `Regroup`).
+
+    ``lets_in`` says whether newcomers can come in here; the same on all ranks.
+    """
 
     worker: int
     run_id: str
     epoch: int
+    lets_in: bool
 
 
 Event = Shown | Whereabouts | Measured | Regrouped | AtHead

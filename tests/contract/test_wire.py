@@ -16,13 +16,16 @@ import torch
 
 from openclaw_nb.protocol import codec, messages
 from openclaw_nb.protocol.messages import (
+    AtHead,
     Complete,
     DescribeVariables,
     Done,
+    EnterCell,
     Failed,
     FormGroup,
     Locate,
     Measured,
+    Meet,
     Recall,
     ReceiveVariables,
     Regroup,
@@ -36,19 +39,21 @@ from openclaw_nb.protocol.messages import (
 )
 
 # Change a line here only together with PROTOCOL_VERSION. Fields with "=" have a default.
-VERSION = 4
+VERSION = 5
 WIRE = {
     "StrategySpec": "name options= model= optimizer= loader= split= reduction= sync_batchnorm=",
     "FormGroup": (
         "epoch rank world_size store_host store_port backend timeout_seconds directory search_path"
     ),
-    "RunCell": "run_id epoch source execution_count strategy= compare_names= verify_steps= recovers=",
+    "RunCell": "run_id epoch source execution_count strategy= compare_names= verify_steps= elastic=",
     "SendVariables": "names path",
     "ReceiveVariables": "path",
     "DescribeVariables": "names",
     "Complete": "code cursor",
     "Release": "epoch run_id cause grace_seconds",
     "Regroup": "run_id group cause",
+    "Meet": "run_id num_ranks num_new leaves",
+    "EnterCell": "cell group",
     "Locate": "",
     "Recall": "with_output=",
     "Done": "value=",
@@ -57,6 +62,7 @@ WIRE = {
     "Whereabouts": "worker run_id epoch call group number seconds line code",
     "Measured": "worker run_id seq at steps samples loss seconds= num_bytes= drift= first_nan= count=",
     "Regrouped": "worker run_id epoch world_size num_steps seconds",
+    "AtHead": "worker run_id epoch lets_in",
 }
 
 SPEC = StrategySpec(
@@ -91,6 +97,9 @@ EXAMPLES = [
     Complete(code="mod", cursor=3),
     Regroup(run_id="r-1", group=FORM, cause="rank 0 died"),
     Release(epoch=3, run_id="r-1", cause="rank 0 died", grace_seconds=0.5),
+    Meet(run_id="r-1", num_ranks=3, num_new=1, leaves=False),
+    EnterCell(cell=RunCell(run_id="r-1", epoch=3, source="", execution_count=0, strategy=SPEC), group=FORM),
+    AtHead(worker=1, run_id="r-1", epoch=3, lets_in=True),
     Locate(),
     Recall(with_output=False),
     Done(value={"pid": 12, "names": {"x": "int:1"}, "where": None}),

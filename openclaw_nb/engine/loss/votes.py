@@ -1,7 +1,7 @@
 """Which ranks agree on how the loss depends on the batch, and what its global values are.
 
-    each rank: kind of the loss (mean | sum | unknown | no vote), whether newcomers wait to be let in, the numbers
-    the cell made on the way, when it arrived at its last step
+    each rank: kind of the loss (mean | sum | unknown | no vote), whether newcomers wait or ranks want to leave, the
+    numbers the cell made on the way, when it arrived at its last step
         └─ one vector, summed over the ranks with the gradients ─> verdict, global values
 
 The vector has fixed length, so that ranks that took different paths still make the same collective call.
@@ -17,12 +17,13 @@ from torch import Tensor
 
 from openclaw_nb.core.errors import RefusedError
 from openclaw_nb.engine.loss.record import LossKind, Recorder, find_disagreement
+from openclaw_nb.plan.wishes import Wishes
 
 MAX_SCALARS = 16
 MAX_CONSTANTS = 6
 _VOTES = ("mean", "sum", "unknown", "none")
-_WAITS = len(_VOTES)
-_SAMPLES = _WAITS + 1
+_WISHES = len(_VOTES)
+_SAMPLES = _WISHES + 2
 _HEAD = _SAMPLES + 1
 _ROW = 1 + MAX_CONSTANTS + 1  # a rank's own: how many numbers, the numbers, when it arrived last
 
@@ -79,13 +80,11 @@ class KindCache:
         return kind
 
 
-def pack(
-    vote: Vote, rank: int, num_ranks: int, num_local: int, arrival: float, *, newcomers_wait: bool = False
-) -> Tensor:
+def pack(vote: Vote, rank: int, num_ranks: int, num_local: int, arrival: float, wishes: Wishes) -> Tensor:
     """Return this rank's summand of the vector, float64 of `message_size` values."""
     vector = [0.0] * message_size(num_ranks)
     vector[_VOTES.index(vote.kind.name)] = 1.0
-    vector[_WAITS] = float(newcomers_wait)
+    vector[_WISHES : _WISHES + 2] = [float(wishes.num_new), float(wishes.leaves)]
     vector[_SAMPLES] = float(num_local)
     for i, (scalar, kind) in enumerate(vote.scalars):
         weight = num_local if kind.name == "mean" else 1
@@ -133,9 +132,10 @@ def _check_constants(total: Tensor, num_ranks: int, shares: list[int]) -> None:
     )
 
 
-def newcomers_wait(total: Tensor) -> bool:
-    """Return whether some rank knows of newcomers; the same on every rank."""
-    return bool(total[_WAITS])
+def wishes(total: Tensor) -> tuple[bool, bool]:
+    """Return whether some rank knows of newcomers, and of ranks that leave; the same on every rank."""
+    new, leaves = total[_WISHES : _WISHES + 2].tolist()
+    return bool(new), bool(leaves)
 
 
 def arrivals(total: Tensor, num_ranks: int) -> list[float]:

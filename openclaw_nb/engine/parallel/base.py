@@ -66,9 +66,13 @@ class Strategy:
         """Leave the objects plain; called also when the cell failed."""
 
     @property
-    def lets_in(self) -> bool:
-        """Whether newcomers wait, known to all ranks alike, and can be let in now."""
-        return False
+    def wishes(self) -> tuple[bool, bool]:
+        """Whether newcomers wait, and whether ranks are to leave, as all know alike; not during a batch."""
+        return False, False
+
+    def why_not(self, num_ranks: int) -> str:
+        """Return why there cannot be so many ranks, or ""."""
+        return ""
 
     @contextmanager
     def plain(self) -> Iterator[None]:

@@ -112,9 +112,20 @@ class DataParallel(Strategy):
     # ------------------------------------------------------------------------------------ newcomers
 
     @property
-    def lets_in(self) -> bool:
-        """Whether newcomers wait, known to all ranks alike, and no batch is under way."""
-        return self._engine is not None and self._engine.lets_in
+    def wishes(self) -> tuple[bool, bool]:
+        """Whether newcomers wait, and whether ranks are to leave, as all know alike; not during a batch."""
+        if self._engine is None or not self._engine.is_settled:
+            return False, False
+        return self._engine.wishes
+
+    def why_not(self, num_ranks: int) -> str:
+        """Return why there cannot be so many ranks: a batch has too few samples."""
+        for name, loader in self._objects.loaders.items():
+            if loader.batch_size is not None and loader.batch_size < num_ranks:
+                return (
+                    f"the batches of {name} have {loader.batch_size} samples, fewer than {num_ranks} workers"
+                )
+        return ""
 
     @contextmanager
     def plain(self) -> Iterator[None]:

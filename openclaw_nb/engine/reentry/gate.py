@@ -1,9 +1,9 @@
 """Where newcomers come into a running cell: at the head of a loop, with all that a rank which is there can give.
 
-    at a head, all ranks:  newcomers wait?  ──no──> on with the loop
+    at a head, all ranks:  do newcomers wait, or ranks want to leave?  ──no──> on with the loop
                               │ yes: can this head be entered?  (the first rank looks)
                               ▼
-    the ranks go on in a group with them; the first gives   variables, objects, random state, how far the loops are
+    the ranks go on in another group; the first gives       variables, objects, random state, how far the loops are
     a newcomer:            takes them, and runs the program that goes on at that head
 
 Knows the cell's tree, its loops and its variables; what is trained, and how ranks meet, is the strategy's and
@@ -40,6 +40,15 @@ class _Entry:
     places: dict[int, LoopPlace]
     random: bytes
     state: Any
+
+
+@dataclass(frozen=True)
+class _Answer:
+    """What is done at a head: newcomers come in, ranks leave; or why newcomers cannot come in."""
+
+    lets_in: bool = False
+    leaves: bool = False
+    reason: str = ""
 
 
 class Gate:
@@ -98,27 +107,36 @@ class Gate:
     def close(self) -> None:
         """Leave nothing in the namespace, and say who could not be let in."""
         self._namespace.pop(program.KEEPER, None)
-        if self._refused and self._continuity.newcomers_wait:
+        if self._refused and self._continuity.wishes.num_new:
             self._notes.append(_NOT_IN.format(reasons="; ".join(self._refused.values())))
 
     # ----------------------------------------------------------------------------------- letting in
 
     def _at_head(self, number: int, worked: bool) -> None:
-        if not (worked and self.strategy.lets_in) or number in self._refused:
+        new, leaves = self.strategy.wishes if worked else (False, False)
+        if not (leaves or (new and number not in self._refused)) or not self.loops.is_between(number):
             return
-        if not self.loops.is_between(number):
-            return
-        reason = self._continuity.agree(lambda: self._ranks.broadcast(self._why_not(number)))
-        if reason:
-            self._refused[number] = reason
-        else:
-            self._continuity.let_in(lambda: self._give(number))
+        answer: _Answer = self._continuity.agree(lambda: self._ranks.broadcast(self._answer(number)))
+        if answer.reason:
+            self._refused[number] = answer.reason
+        if answer.lets_in:
+            self._continuity.change(lambda: self._pack(number))
+        elif answer.leaves:
+            self._continuity.change(None)
         self._parcel = None
 
-    def _why_not(self, number: int) -> str:
-        """Return why no newcomer can enter at a head, or ""; the first rank's answer counts."""
+    def _answer(self, number: int) -> _Answer:
+        """Return what is to be done at a head; the first rank's answer counts."""
         if self._ranks.rank:
-            return ""
+            return _Answer()
+        wishes = self._continuity.wishes
+        if not wishes.num_new or number in self._refused:
+            return _Answer(leaves=wishes.leaves)
+        reason = self.strategy.why_not(wishes.num_ranks) or self._why_not(number)
+        return _Answer(lets_in=not reason, leaves=wishes.leaves, reason=reason)
+
+    def _why_not(self, number: int) -> str:
+        """Return why no newcomer can enter at a head, or ""."""
         try:
             self._check_path(number)
             needed = names_needed(program.enter(self._tree, number))
@@ -158,9 +176,6 @@ class Gate:
                 hidden = {**self._hidden, program.KEEPER: None}
                 self._parcel = number, pack(self._namespace, hidden, entry)
         return self._parcel[1]
-
-    def _give(self, number: int) -> Parcel:
-        return self._pack(number)
 
     # ------------------------------------------------------------------------------------- going in
 

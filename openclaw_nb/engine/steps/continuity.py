@@ -26,6 +26,7 @@ import torch
 
 from openclaw_nb.core.errors import GroupError, OpenClawError, ReleasedError
 from openclaw_nb.engine.group.ranks import Ranks
+from openclaw_nb.plan.wishes import Wishes
 
 
 class Regrouper(Protocol):
@@ -47,11 +48,11 @@ class Regrouper(Protocol):
         """Tell that the ranks go on, after so many steps."""
 
     @property
-    def newcomers_wait(self) -> bool:
-        """Whether newcomers wait to be let in."""
+    def wishes(self) -> Wishes:
+        """Who is to come and go, as far as this rank knows."""
 
-    def arrive(self) -> None:
-        """Tell that this rank waits, where all ranks will, for a group with the newcomers."""
+    def arrive(self, *, lets_in: bool) -> None:
+        """Tell that this rank waits, where all ranks will, for the next group, and whether newcomers can come in."""
 
 
 _NEW = -1
@@ -95,9 +96,9 @@ class Continuity:
         return self._regrouper is not None
 
     @property
-    def newcomers_wait(self) -> bool:
-        """Whether this rank knows of newcomers that wait to be let in."""
-        return self._regrouper is not None and self._regrouper.newcomers_wait
+    def wishes(self) -> Wishes:
+        """Who is to come and go, as far as this rank knows."""
+        return self._regrouper.wishes if self._regrouper is not None else Wishes()
 
     def start(self, renew: Callable[[], None]) -> None:
         """Let ``renew`` make what belongs to a group, now and in each that comes."""
@@ -148,17 +149,17 @@ class Continuity:
             raise error
         return self._go_on(self._regrouper, error)
 
-    def let_in(self, give: Callable[[], Any]) -> None:
-        """Go on in a group with newcomers; called at the same place by all ranks.
+    def change(self, give: Callable[[], Any] | None) -> None:
+        """Go on in a group with newcomers, or without those that leave; called at the same place by all ranks.
 
         Parameters
         ----------
-        give : callable
-            Returns what newcomers need; called on one rank.
+        give : callable or None
+            Returns what newcomers need; called on one rank. With None nobody can come in here.
         """
         assert self._regrouper is not None
-        self._regrouper.arrive()
-        self._go_on(self._regrouper, ReleasedError("the cell was ended while newcomers were let in"), give)
+        self._regrouper.arrive(lets_in=give is not None)
+        self._go_on(self._regrouper, ReleasedError("the cell was ended while its ranks changed"), give)
 
     def enter(self) -> Any:
         """Return what a rank has given to this newcomer; its first group stands.

@@ -121,6 +121,8 @@ class StepEngine:
         Whether the present batch has to be repeated.
     num_groups : int
         How many groups of ranks there have been.
+    wishes : tuple of bool
+        Whether newcomers wait, and whether ranks are to leave, as all ranks know alike.
     """
 
     def __init__(
@@ -150,7 +152,8 @@ class StepEngine:
         self._head: _Head | None = None
         self.is_void = self._is_taken_over = self._was_left = False
         self.num_groups = self._num_steps_of_batch = 0
-        self._newcomers_wait = self._is_accumulating = self._has_unused = False
+        self.wishes = (False, False)
+        self._is_accumulating = self._has_unused = False
         self._handles: list[Any] = []
         self.notes: list[str] = []
         self._reducer: GradientReducer
@@ -229,13 +232,8 @@ class StepEngine:
         if "_reducer" in vars(self):
             self._reducer.remove()
         self._reducer = self._new_reducer()
-        self._newcomers_wait = False
+        self.wishes = (False, False)
         self.num_groups += 1
-
-    @property
-    def lets_in(self) -> bool:
-        """Whether newcomers wait, known to all ranks alike, and no batch is under way."""
-        return self._newcomers_wait and self.is_settled
 
     def _survive(self, error: BaseException) -> None:
         """Go on after a rank's end: the batch is void, or its step is taken over from a rank that has it."""
@@ -464,7 +462,7 @@ class StepEngine:
             self._ranks.size,
             self._num_local(),
             self._clock.tell(),
-            newcomers_wait=self._continuity.newcomers_wait,
+            self._continuity.wishes,
         )
         self._reducer.begin(self._window.factor / self._ranks.size, message)
 
@@ -517,7 +515,7 @@ class StepEngine:
             )
 
     def _conclude(self, root: Tensor, vote: Vote, total: Tensor) -> None:
-        self._newcomers_wait = votes.newcomers_wait(total)
+        self.wishes = votes.wishes(total)
         self._clock.settle(votes.arrivals(total, self._ranks.size))
         if self._reducer.repeated and self._ranks.size > 1:
             self._reducer.drop_gradients()
