@@ -6,6 +6,8 @@ import contextlib
 from collections.abc import Callable
 
 from openclaw_nb.core.errors import RefusedError
+from openclaw_nb.engine.checkpoint.checkpointer import Checkpointer, CheckpointOptions
+from openclaw_nb.engine.checkpoint.store import Store
 from openclaw_nb.engine.objects.find import Objects, find_objects
 from openclaw_nb.engine.parallel.base import CellContext, Strategy
 from openclaw_nb.engine.steps import batchnorm
@@ -40,6 +42,7 @@ class DataParallel(Strategy):
         super().__init__(context)
         self._undo: list[Callable[[], None]] = []
         self._engine: StepEngine | None = None
+        self._checkpointer: Checkpointer | None = None
 
     def enter(self) -> None:
         """Find the objects, make the ranks' state common, and hang the step engine onto them.
@@ -63,6 +66,7 @@ class DataParallel(Strategy):
             raise RefusedError(
                 "With --sync-frequency or --accumulate, build the scheduler in a cell of its own first."
             )
+        checkpoints = self._open_checkpoints(objects)
         continuity = Continuity(ranks, self.context.regrouper)
         self._make_common(objects, continuity)
         given = (ranks, objects, options, self.context.publisher)
@@ -82,11 +86,26 @@ class DataParallel(Strategy):
             self.context.notes.append(_LOCAL)
         else:
             self._synchronise_batchnorms(objects.models, engine)
+        if checkpoints is not None:
+            engine.at_rest = checkpoints.at_rest
         engine.install()
         self._engine = engine
         self._undo.append(engine.remove)
         splitter.install()
         self._undo.append(splitter.remove)
+
+    def _open_checkpoints(self, objects: Objects) -> Checkpointer | None:
+        context = self.context
+        options = CheckpointOptions.read(context.spec.options)
+        if options is None or context.publisher.is_trial:
+            return None
+        publisher = context.publisher
+        checkpointer = Checkpointer(
+            objects, context.ranks, Store(options.directory), options, lambda: publisher.num_steps
+        )
+        checkpointer.open()
+        self._checkpointer = checkpointer
+        return checkpointer
 
     def _make_common(self, objects: Objects, continuity: Continuity) -> None:
         found = continuity.attempt(lambda: make_common(self.context.ranks, objects))
@@ -140,9 +159,11 @@ class DataParallel(Strategy):
         self.context.notes.append(f"{count} BatchNorm layers use the statistics of the whole batch")
 
     def finish(self) -> None:
-        """Let the engine conclude."""
+        """Let the engine conclude, and write the last checkpoint."""
         if self._engine is not None:
             self._engine.finish()
+        if self._checkpointer is not None:  # last: no rank waits for another's files
+            self._checkpointer.finish()
 
     def exit(self) -> None:
         """Take everything off again, last first."""
@@ -150,3 +171,6 @@ class DataParallel(Strategy):
             self.context.notes.extend(self._engine.notes)
         while self._undo:
             self._undo.pop()()
+        if self._checkpointer is not None:
+            self._checkpointer.close()
+            self.context.notes.extend(filter(None, [self._checkpointer.note()]))

@@ -121,6 +121,8 @@ class StepEngine:
         Whether the present batch has to be repeated.
     num_void : int
         How many times batches had to be.
+    at_rest : callable
+        Called between batches, when the state is that of all batches so far: the same on all ranks.
     """
 
     def __init__(
@@ -153,6 +155,7 @@ class StepEngine:
         self.num_void = 0
         self._handles: list[Any] = []
         self.notes: list[str] = []
+        self.at_rest: Callable[[], None] = lambda: None
         self._reducer: GradientReducer
         self._continuity.attempt(self._renew)
 
@@ -263,6 +266,10 @@ class StepEngine:
     def is_settled(self) -> bool:
         """Whether no batch that was given may have to be repeated any more."""
         return self._window.is_boundary and not self.is_void
+
+    def rest(self) -> None:
+        """Take note that all batches so far are trained, and that the next one is not drawn yet."""
+        self.at_rest()
 
     def begin_again(self) -> None:
         """Go back to where the first batch that is not trained began."""

@@ -128,6 +128,9 @@ class Steps(Protocol):
     def begin_again(self) -> None:
         """Go back to where the first batch that is to be repeated began."""
 
+    def rest(self) -> None:
+        """Take note that all batches so far are trained, and that the next one is not drawn yet."""
+
     def leave_loop(self) -> None:
         """Take note that a loop over a loader was left early."""
 
@@ -211,7 +214,9 @@ class LoaderSplitter:
 
     def _common(self, loader: DataLoader[Any]) -> Iterator[Any]:
         self._make_common(loader)
-        yield from self._fetching(self._begin(loader))
+        for batch in self._fetching(self._begin(loader)):
+            yield batch
+            self._steps.rest()
 
     def _sliced(self, loader: DataLoader[Any]) -> Iterator[Any]:
         batches, inner = self._sliced_loader(loader)
@@ -237,6 +242,7 @@ class LoaderSplitter:
                 return True
             if self._steps.is_settled:
                 batches.settle()
+                self._steps.rest()
         return False
 
     def _begin_again(self, loader: DataLoader[Any]) -> Any:
