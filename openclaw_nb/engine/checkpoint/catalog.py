@@ -47,11 +47,6 @@ class Checkpoint:
         content: dict[str, Any] = json.loads((self.path / STATE).read_bytes())
         return content
 
-    @property
-    def place(self) -> Any:
-        """Where in its loops the cell was, as whoever made the checkpoint has told it; None when not told."""
-        return self.state()["place"]
-
 
 def name_of(step: int) -> str:
     """Return the name of the checkpoint after ``step`` steps."""

@@ -71,7 +71,8 @@ class Checkpointer:
     Attributes
     ----------
     place : callable
-        Returns, as JSON, where in its loops the cell is; kept in each checkpoint for whoever goes on from there.
+        Returns where in its loops the cell is, in numbers, strings, tensors and containers of them; kept in each
+        checkpoint for whoever goes on from there (`load.place_of`).
     """
 
     def __init__(

@@ -20,6 +20,7 @@ from openclaw_nb.core.errors import CheckpointError
 from openclaw_nb.engine.checkpoint import state
 from openclaw_nb.engine.checkpoint.catalog import TENSORS, Checkpoint, find_newest
 from openclaw_nb.engine.checkpoint.tensors import read_tensors
+from openclaw_nb.engine.checkpoint.tree import decode
 from openclaw_nb.engine.objects.find import Objects
 
 _ROLES: dict[str, type | tuple[type, ...]] = {
@@ -50,6 +51,12 @@ def load_into(objects: Objects, checkpoint: Checkpoint, *, some: bool = False) -
     content = checkpoint.state()
     tensors = read_tensors(checkpoint.path / TENSORS, content["aliases"])
     state.restore(objects, content, checkpoint.about["models"], tensors, some=some)
+
+
+def place_of(checkpoint: Checkpoint) -> Any:
+    """Return where in its loops the cell was, as `Checkpointer.place` has told it; None when it was not told."""
+    content = checkpoint.state()
+    return decode(content["place"], read_tensors(checkpoint.path / TENSORS, content["aliases"]))
 
 
 def load(directory: str | Path, **objects: Any) -> Checkpoint:

@@ -10,12 +10,10 @@ their own inside the model (dropout) are not kept, nor those of GPUs. Knows obje
 
 from __future__ import annotations
 
-import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -24,9 +22,10 @@ from openclaw_nb.core.errors import CheckpointError
 from openclaw_nb.engine.checkpoint.tensors import check_tensor
 from openclaw_nb.engine.checkpoint.tree import decode, encode
 from openclaw_nb.engine.objects.find import Objects
-from openclaw_nb.engine.steps.randomness import generators_of
+from openclaw_nb.engine.steps import randomness
 
 _ROLES = ("optimizers", "schedulers", "scalers")
+_PLACE, _RANDOM = "the place", "the random numbers"  # beside the names of objects, which have no spaces
 
 
 @dataclass(frozen=True)
@@ -46,7 +45,7 @@ def take(objects: Objects, place: Any = None) -> Content:
     objects : Objects
         A cell's objects.
     place : object
-        Where in its loops the cell is, as JSON; it is kept as it is.
+        Where in its loops the cell is: numbers, strings, tensors, and containers of them (`tree.encode`).
 
     Raises
     ------
@@ -55,7 +54,7 @@ def take(objects: Objects, place: Any = None) -> Content:
     """
     tensors: dict[str, Tensor] = {}
     models = {name: _describe(name, model, tensors) for name, model in objects.models.items()}
-    state: dict[str, Any] = {"place": place}
+    state: dict[str, Any] = {"place": encode(place, _PLACE, tensors)}
     for role in _ROLES:
         holders: Mapping[str, Any] = getattr(objects, role)
         state[role] = {
@@ -64,7 +63,7 @@ def take(objects: Objects, place: Any = None) -> Content:
         }
     for name, optimizer in objects.optimizers.items():
         state["optimizers"][name]["parameters"] = _parameter_names(objects.models, optimizer)
-    state["random"] = encode(_random_state(objects), "random", tensors)
+    state["random"] = encode(_random_state(objects), _RANDOM, tensors)
     return Content(tensors, state, models)
 
 
@@ -106,7 +105,7 @@ def restore(
                 _check_parameters(name, _parameter_names(by_saved_name, holder), there["parameters"])
             holders.append((holder, decode(there["state"], tensors)))
     numbers = None if some else decode(state["random"], tensors)
-    generators = () if numbers is None else _paired_generators(objects, numbers["generators"])
+    generators = [] if numbers is None else _paired_generators(objects, numbers["generators"])
     with torch.no_grad():
         for saved, model in by_saved_name.items():
             for _, path, tensor in _named_tensors(model):
@@ -114,7 +113,8 @@ def restore(
     for holder, values in holders:
         _load(holder, values)
     if numbers is not None:
-        _put_random(numbers, generators)
+        drawn_with, states = [pair[0] for pair in generators], [pair[1] for pair in generators]
+        randomness.put(numbers | {"generators": states}, drawn_with)
 
 
 def _pair(
@@ -266,11 +266,9 @@ def _undo_casts(optimizer: Optimizer, saved: Mapping[int, Any]) -> None:
 
 def _random_state(objects: Objects) -> dict[str, Any]:
     return {
-        "torch": torch.get_rng_state(),
-        "python": random.getstate(),
-        "numpy": np.random.get_state(),
+        **randomness.states([]),
         "generators": {
-            name: [generator.get_state() for generator in generators_of(loader)]
+            name: [generator.get_state() for generator in randomness.generators_of(loader)]
             for name, loader in objects.loaders.items()
         },
     }
@@ -281,18 +279,10 @@ def _paired_generators(
 ) -> list[tuple[torch.Generator, Tensor]]:
     found: list[tuple[torch.Generator, Tensor]] = []
     for (name, loader), other in _pair("loader", objects.loaders, saved, some=False):
-        mine = generators_of(loader)
+        mine = randomness.generators_of(loader)
         if len(mine) != len(saved[other]):
             raise CheckpointError(
                 f"Loader `{name}` draws with {len(mine)} generators, and with {len(saved[other])} in the checkpoint."
             )
         found += zip(mine, saved[other], strict=True)
     return found
-
-
-def _put_random(numbers: Mapping[str, Any], generators: Sequence[tuple[torch.Generator, Tensor]]) -> None:
-    torch.set_rng_state(numbers["torch"])
-    random.setstate(numbers["python"])
-    np.random.set_state(numbers["numpy"])
-    for generator, state in generators:
-        generator.set_state(state)

@@ -67,6 +67,8 @@ class Store:
                 f"The directory of checkpoints {self.directory} cannot be made ({error.strerror}). Give one that can "
                 "be written to."
             ) from None
+        with contextlib.suppress(OSError):  # a folder that may not be read cannot be synced either
+            _sync_directory(self.directory.parent)
         self._take_lock()
         self._sweep()
 

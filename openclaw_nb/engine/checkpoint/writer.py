@@ -84,7 +84,11 @@ class Writer:
         self._thread = threading.Thread(
             target=self._run, args=(job,), name="openclaw-checkpoint", daemon=True
         )
-        self._thread.start()
+        try:
+            self._thread.start()
+        except RuntimeError:  # no more threads
+            self._is_writing, self._thread = False, None
+            raise
 
     def wait(self, seconds: float | None = None) -> bool:
         """Wait until nothing is being written; return whether that is so, after ``seconds`` at most."""

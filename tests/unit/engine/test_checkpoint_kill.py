@@ -78,7 +78,7 @@ def kill(directory: Path, num_kills: int, seed: int) -> None:
     assert done.returncode == 0, done.stderr
     told = json.loads(done.stdout)
     assert told["right"] == num_kills
-    assert told["left_over"] > num_kills / 3, "the kills came when nothing was being written"
+    assert told["left_over"] >= num_kills / 8, "the kills came when nothing was being written"
     assert told["skipped"] == 0
     assert 2 <= sum(name.startswith("step-") for name in told["files"]) <= 3
     assert all(name == ".lock" or name.startswith("step-") for name in told["files"])

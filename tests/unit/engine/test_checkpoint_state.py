@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from openclaw_nb.core.errors import CheckpointError
 from openclaw_nb.engine.checkpoint import state
 from openclaw_nb.engine.checkpoint.catalog import STATE, TENSORS, Checkpoint, find_newest
-from openclaw_nb.engine.checkpoint.load import load, load_into
+from openclaw_nb.engine.checkpoint.load import load, load_into, place_of
 from openclaw_nb.engine.checkpoint.store import Store
 from openclaw_nb.engine.checkpoint.tensors import HostBuffer, Layout, read_tensors
 from openclaw_nb.engine.checkpoint.tree import decode, encode
@@ -106,7 +106,8 @@ def write(objects: Objects, directory: Path, step: int = 1, place: Any = None) -
 def test_training_goes_on_to_the_last_bit(tmp_path: Path) -> None:
     objects = build(1)
     train(objects, 2)
-    found = write(objects, tmp_path, place={"pass": 2})
+    place = {"pass": 2, "began": torch.get_rng_state()}
+    found = write(objects, tmp_path, place=place)
     expected, states = train(objects, 2), state.take(objects)
     fresh = build(2)
     parameters = list(fresh.models["net"].parameters())
@@ -117,7 +118,8 @@ def test_training_goes_on_to_the_last_bit(tmp_path: Path) -> None:
     mine = state.take(fresh)
     assert all(torch.equal(mine.tensors[name], value) for name, value in states.tensors.items())
     assert mine.state == states.state
-    assert found.place == {"pass": 2}
+    assert place_of(found)["pass"] == 2
+    assert torch.equal(place_of(found)["began"], place["began"])
 
 
 def test_a_file_holds_each_storage_once_and_the_package_reads_it(tmp_path: Path) -> None:

@@ -46,7 +46,7 @@ def test_what_was_written_is_found(store: Store) -> None:
         (),
     )
     assert (found.path / "tensors.safetensors").read_bytes() == b"begin" + b"x" * 5000 + b"end"
-    assert found.place is None
+    assert found.state() == {"place": None}
     assert names(store) == ["step-00000007"]
 
 
