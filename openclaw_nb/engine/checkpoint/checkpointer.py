@@ -3,8 +3,8 @@
     StepEngine.rest ──> at_rest ── plan.checkpoints.decide ──> state.take ──> HostBuffer.fill ──> Writer.begin
                                                                └─── training waits for this ───┘
 
-Rank 0 writes, whoever that is: ranks have equal parameters there, so that none has to be asked. When rank 0 dies, the
-next takes its place with a store of its own. Knows the parts of a checkpoint and wires them; does not know loops.
+Rank 0 writes, whoever that is: ranks have equal parameters there, so that none has to be asked. When another becomes
+rank 0, it goes on with a store of its own. Knows the parts of a checkpoint and wires them; does not know loops.
 """
 
 from __future__ import annotations
@@ -164,6 +164,8 @@ class Checkpointer:
 
     def at_rest(self) -> None:
         """Take a checkpoint if one is due; every batch so far is trained, and the next one not yet drawn."""
+        if self._ranks.rank and self._writer is not None:  # another is rank 0 now, and writes
+            self._writer.abandon()
         now = self._now
         if self._objects.optimizers and self._stepped_at != self._num_steps():
             return  # gradients that a later step is to use would be missing

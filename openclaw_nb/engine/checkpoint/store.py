@@ -34,7 +34,7 @@ _held: set[tuple[int, int]] = set()  # locks are the process's: a second one in 
 
 
 class Store:
-    """Writes checkpoints into a directory, after `open` and until `close`.
+    """Writes checkpoints into a directory; keeps others out from `open` or a write on until `close`.
 
     Parameters
     ----------
@@ -77,7 +77,7 @@ class Store:
         if self._lock is not None:
             _held.discard(self._lock_id)
             os.close(self._lock)
-            self._lock = None
+            self._lock, self._lock_id = None, (0, 0)
 
     def write(self, step: int, files: Mapping[str, Iterable[Data]], about: dict[str, Any]) -> Path:
         """Write a checkpoint and return its folder.
@@ -96,7 +96,7 @@ class Store:
         OSError
             When it cannot be written; nothing is left of it then.
         CheckpointError
-            When another process has begun to write to a directory that was gone for a while.
+            When another process has begun to write to the directory since.
         """
         self._renew_lock()
         name = name_of(step)
@@ -176,7 +176,7 @@ class Store:
         )
 
     def _renew_lock(self) -> None:
-        """Lock again when the directory has been made anew since."""
+        """Lock again after `close`, and when the directory has been made anew since."""
         with contextlib.suppress(FileNotFoundError):
             found = os.stat(self.directory / _LOCK)
             if (found.st_dev, found.st_ino) == self._lock_id:

@@ -97,7 +97,7 @@ class Writer:
         return not self.is_busy
 
     def abandon(self) -> None:
-        """Let the thread close the store when it has written what it is at; do so now when it is at nothing."""
+        """Let the store be closed as soon as nothing is being written, now and after each further write."""
         with self._lock:
             self._is_abandoned = True
             if not self._is_writing:

@@ -177,6 +177,21 @@ def test_only_rank_0_writes_and_the_next_one_follows_it(directory: Path) -> None
     assert list(steps_in(directory)) == [6, 7]
 
 
+def test_a_rank_that_is_0_no_more_lets_the_other_write_and_may_be_it_again(directory: Path) -> None:
+    ranks = FakeRanks(0), FakeRanks(1)
+    cells = [Cell(Store(directory), Every(steps=2), each) for each in ranks]
+    for writer in (0, 1, 0):
+        for number, each in enumerate(ranks):
+            each.rank = int(number != writer)
+        for cell in (cells[1 - writer], cells[writer]):
+            cell.train(2)
+    assert steps_in(directory) == {2: 2.0, 4: 4.0, 6: 6.0}
+    assert [cell.end().partition(" to ")[0] for cell in cells] == [
+        "2 checkpoints written",
+        "1 checkpoint written",
+    ]
+
+
 def test_a_rank_that_writes_none_tells_nothing(directory: Path) -> None:
     cell = Cell(Store(directory), Every(steps=1), FakeRanks(rank=1))
     cell.train(2)
