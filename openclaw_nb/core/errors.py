@@ -5,6 +5,7 @@
     |   |-- UnknownNameError  a verb, option, strategy, device or worker that does not exist
     |   |-- ResourceError     more workers than cores, devices or memory allow
     |   |   `-- NoRoomError   a file does not fit
+    |   |-- CheckpointError   a checkpoint that cannot be written, read, or loaded into these objects
     |   `-- RefusedError      a cell that a strategy cannot run with the single-device result
     |-- ClusterError          the cluster is not in the state that the call needs
     |   |-- NotStartedError
@@ -46,6 +47,10 @@ class ResourceError(UsageError):
 
 class NoRoomError(ResourceError):
     """A file does not fit where it was to be written."""
+
+
+class CheckpointError(UsageError):
+    """A checkpoint that cannot be written, read, or loaded into these objects."""
 
 
 class RefusedError(UsageError):

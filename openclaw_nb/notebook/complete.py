@@ -8,7 +8,9 @@
 from __future__ import annotations
 
 import builtins
+import glob
 import keyword
+import os
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -149,6 +151,10 @@ class LiveNames:
                 return self._notebook_variables()
             case "worker variable":
                 return self._worker_variables(prefix)
+            case "directory":
+                return [
+                    f"{path}/" for path in sorted(glob.glob(f"{glob.escape(prefix)}*")) if os.path.isdir(path)
+                ]
         return []
 
     def _workers(self) -> list[Any]:

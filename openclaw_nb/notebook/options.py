@@ -373,6 +373,18 @@ CELL = Command(
             "",
             _FLAG,
         ),
+        Argument(
+            ("--checkpoint",),
+            "write checkpoints of the training into a directory, the last one at the end",
+            "directory",
+            {"metavar": "DIR"},
+        ),
+        Argument(
+            ("--checkpoint-every",),
+            "how often: steps, a time, or both, whichever comes first: 100, 300s, 5m, 100,300s (300s)",
+            settings={"metavar": "N|TIME"},
+        ),
+        Argument(("--keep",), "how many checkpoints are kept (3)", settings={"type": _count, "metavar": "K"}),
         Argument(("--model",), "the model; found by its type when not given", "worker variable", _NAME),
         Argument(("--optimizer",), "the optimizer", "worker variable", _NAME),
         Argument(("--loader",), "the loader", "worker variable", _NAME),
@@ -403,7 +415,12 @@ CELL = Command(
 
 _OF_ANY_CELL = ("--targets", "--background")
 # The options of the cell's line that each strategy takes.
-_OPTIONS = {"data_parallel": ("sync_frequency", "mode", "accumulate", "fusion_buffer_size")}
+_OPTIONS = {
+    "data_parallel": (
+        *("sync_frequency", "mode", "accumulate", "fusion_buffer_size"),
+        *("checkpoint", "checkpoint_every", "keep"),
+    )
+}
 
 
 @dataclass(frozen=True)
@@ -439,6 +456,8 @@ def parse_cell(words: Sequence[str]) -> CellOptions:
     name = canonical_strategy(given.strategy)
     for role in ("model", "optimizer", "loader"):
         _check_identifier(role, getattr(given, role))
+    if given.checkpoint is None and (given.checkpoint_every or given.keep):
+        raise UsageError("--checkpoint-every and --keep need --checkpoint DIR.")
     options = {option: getattr(given, option) for option in _OPTIONS[name]}
     strategy = STRATEGIES[name](
         **{option: value for option, value in options.items() if value is not None},

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from openclaw_nb.core.errors import UsageError, unknown_name
 from openclaw_nb.core.text import parse_size
+from openclaw_nb.plan.checkpoints import parse_every
 from openclaw_nb.protocol.messages import StrategySpec
 
 MODES = ("gradient", "parameter")
@@ -35,6 +37,13 @@ class DataParallelStrategy:
         pass, larger ones have fewer messages.
     memory_pinning : bool
         Let loaders pin memory where they were made to; False saves memory of the host.
+    checkpoint : str or Path, optional
+        A directory for checkpoints of the training, made when it is not there; none are written when not given.
+    checkpoint_every : int or str
+        How often: a number of steps, a time such as ``"300s"``, ``"5m"`` or ``"1h"``, or both (``"100,300s"``),
+        whichever comes first. One more is written at the end.
+    keep : int
+        How many of the newest checkpoints are kept.
 
     Raises
     ------
@@ -55,14 +64,20 @@ class DataParallelStrategy:
     accumulate: int = 1
     fusion_buffer_size: int | str = "25MB"
     memory_pinning: bool = True
+    checkpoint: str | os.PathLike[str] | None = None
+    checkpoint_every: int | str = "300s"
+    keep: int = 3
 
     def __post_init__(self) -> None:
         if self.mode not in MODES:
             raise unknown_name("mode", self.mode, MODES)
-        for option in ("sync_frequency", "accumulate"):
+        for option in ("sync_frequency", "accumulate", "keep"):
             value = getattr(self, option)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise UsageError(f"{option} is a whole number of at least 1, not {value!r}.")
+        parse_every(self.checkpoint_every, "checkpoint_every")
+        if self.checkpoint is not None and not str(self.checkpoint).strip():
+            raise UsageError("checkpoint is a directory, such as 'checkpoints/run-1', not an empty word.")
         if self.buffer_bytes < _SMALLEST_BUFFER:
             raise UsageError(
                 f"fusion_buffer_size is a size of at least {_SMALLEST_BUFFER} bytes, such as '25MB', "
@@ -82,11 +97,17 @@ class DataParallelStrategy:
         **cell
             The other fields of `StrategySpec`: which model, optimizer and loader.
         """
-        options = {
+        options: dict[str, Any] = {
             "sync_frequency": self.sync_frequency,
             "mode": self.mode,
             "accumulate": self.accumulate,
             "fusion_buffer_size": self.buffer_bytes,
             "memory_pinning": self.memory_pinning,
         }
+        if self.checkpoint is not None:
+            options |= {
+                "checkpoint": os.fspath(self.checkpoint),
+                "checkpoint_every": str(parse_every(self.checkpoint_every, "checkpoint_every")),
+                "keep": self.keep,
+            }
         return StrategySpec(name=self.name, options=options, **cell)

@@ -42,7 +42,8 @@ MORE = """
 from tqdm import tqdm
 from itertools import islice
 scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.7)
-valid = DataLoader(loader.dataset, batch_size=64)
+# Its own generator: a batch that comes again is counted again by `enumerate`, and may be validated once more.
+valid = DataLoader(loader.dataset, batch_size=64, generator=torch.Generator().manual_seed(1))
 class Trainer:
     def __init__(self, model, optimizer):
         self.model, self.optimizer, self.losses = model, optimizer, []

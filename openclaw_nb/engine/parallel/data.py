@@ -10,6 +10,8 @@ from typing import Any
 from torch.nn import Parameter
 
 from openclaw_nb.core.errors import RefusedError
+from openclaw_nb.engine.checkpoint.checkpointer import Checkpointer, CheckpointOptions
+from openclaw_nb.engine.checkpoint.store import Store
 from openclaw_nb.engine.objects.find import Objects, find_objects
 from openclaw_nb.engine.parallel.base import CellContext, Strategy
 from openclaw_nb.engine.steps import batchnorm
@@ -46,6 +48,7 @@ class DataParallel(Strategy):
         self._engine: StepEngine | None = None
         self._splitter: LoaderSplitter | None = None
         self._synchronises_batchnorms = False
+        self._checkpointer: Checkpointer | None = None
 
     def enter(self) -> None:
         """Find the objects, make the ranks' state common, and hang the step engine onto them.
@@ -68,6 +71,7 @@ class DataParallel(Strategy):
             raise RefusedError(
                 "With --sync-frequency or --accumulate, build the scheduler in a cell of its own first."
             )
+        self._checkpointer = self._open_checkpoints(objects)
         self._make_common(objects, self.context.continuity)
         self._tell_short_passes(objects, options)
         self._prepare(objects, options)
@@ -91,6 +95,8 @@ class DataParallel(Strategy):
         if ranks.short_of_memory:
             self.context.notes.append(_SHORT)
         self.context.notes.append(_LOCAL) if local else self._tell_batchnorms(objects)
+        if self._checkpointer is not None:
+            engine.at_rest = self._checkpointer.at_rest
         self._install()
 
     def _install(self) -> None:
@@ -142,6 +148,7 @@ class DataParallel(Strategy):
 
     def import_state(self, state: dict[str, Any]) -> None:
         """Hang a step engine onto the objects that another rank has exported."""
+        self._checkpointer = self._open_checkpoints(state["objects"], is_newcomer=True)
         self._prepare(state["objects"], self._options())
         for parameter, gradient in zip(self._parameters(), state["gradients"], strict=True):
             parameter.grad = gradient
@@ -151,6 +158,18 @@ class DataParallel(Strategy):
         return [p for model in self._objects.models.values() for p in model.parameters()]
 
     # ---------------------------------------------------------------------------------------- parts
+
+    def _open_checkpoints(self, objects: Objects, *, is_newcomer: bool = False) -> Checkpointer | None:
+        context = self.context
+        options = CheckpointOptions.read(context.spec.options)
+        if options is None or context.publisher.is_trial:
+            return None
+        publisher, before = context.publisher, context.continuity.num_steps
+        checkpointer = Checkpointer(
+            objects, context.ranks, Store(options.directory), options, lambda: before + publisher.num_steps
+        )
+        checkpointer.open(writes=not is_newcomer)
+        return checkpointer
 
     def _make_common(self, objects: Objects, continuity: Continuity) -> None:
         found = continuity.attempt(lambda: make_common(self.context.ranks, objects))
@@ -204,9 +223,11 @@ class DataParallel(Strategy):
         )
 
     def finish(self) -> None:
-        """Let the engine conclude."""
+        """Let the engine conclude, and write the last checkpoint."""
         if self._engine is not None:
             self._engine.finish()
+        if self._checkpointer is not None:  # last: no rank waits for another's files
+            self._checkpointer.finish()
 
     def exit(self) -> None:
         """Take everything off again, last first."""
@@ -214,3 +235,6 @@ class DataParallel(Strategy):
         if self._engine is not None:
             self.context.notes.extend(self._engine.notes)
             self._engine.close()
+        if self._checkpointer is not None:
+            self._checkpointer.close()
+            self.context.notes.extend(filter(None, [self._checkpointer.note()]))

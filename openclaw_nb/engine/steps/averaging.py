@@ -212,6 +212,12 @@ class LocalSteps(StepEngine):
         if part is not None:
             self._until_average.next_batch(part.is_last)
 
+    def rest(self) -> None:
+        """Average if it is time to: only then are the ranks equal."""
+        if self._until_average.is_boundary:
+            self.synchronise("asks for the next batch")
+            super().rest()
+
     def _before_call(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         if not (module.training and torch.is_grad_enabled()):
             self.synchronise("evaluates")  # an evaluation is one of the model that training leads to

@@ -123,6 +123,8 @@ class StepEngine:
         How many groups of ranks there have been.
     wishes : tuple of bool
         Whether newcomers wait, and whether ranks are to leave, as all ranks know alike.
+    at_rest : callable
+        Called between batches, when the state is that of all batches so far: the same on all ranks.
     """
 
     def __init__(
@@ -156,6 +158,7 @@ class StepEngine:
         self._is_accumulating = self._has_unused = False
         self._handles: list[Any] = []
         self.notes: list[str] = []
+        self.at_rest: Callable[[], None] = lambda: None
         self._reducer: GradientReducer
         self._continuity.start(self._renew)
 
@@ -295,6 +298,10 @@ class StepEngine:
     def is_settled(self) -> bool:
         """Whether no batch that was given may have to be repeated any more."""
         return self._window.is_boundary and not self.is_void
+
+    def rest(self) -> None:
+        """Take note that all batches so far are trained, and that the next one is not drawn yet."""
+        self.at_rest()
 
     def begin_again(self) -> None:
         """Go back to where the first batch that is not trained began."""

@@ -143,6 +143,9 @@ class Steps(Protocol):
     def begin_again(self) -> None:
         """Go back to where the first batch that is to be repeated began."""
 
+    def rest(self) -> None:
+        """Take note that all batches so far are trained, and that the next one is not drawn yet."""
+
     def leave_loop(self) -> None:
         """Take note that a loop over a loader was left early."""
 
@@ -232,7 +235,9 @@ class LoaderSplitter:
 
     def _common(self, loader: DataLoader[Any]) -> Iterator[Any]:
         self._make_common(loader)
-        yield from self._fetching(self._begin(loader))
+        for batch in self._fetching(self._begin(loader)):
+            yield batch
+            self._steps.rest()
 
     def _sliced(self, loader: DataLoader[Any]) -> Iterator[Any]:
         batches, inner = self._sliced_loader(loader)
@@ -278,6 +283,7 @@ class LoaderSplitter:
                 raise
             if self._steps.is_settled:
                 batches.settle()
+                self._steps.rest()
             if self._steps.num_groups != num_groups:
                 one.taken -= batches.num_unsettled
                 return True

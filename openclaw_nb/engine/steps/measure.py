@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from typing import ClassVar
 
 from openclaw_nb.engine.outbox import Outbox
 from openclaw_nb.engine.steps.clock import StepClock
@@ -23,6 +24,11 @@ class Publisher:
         This worker's number.
     run_id : str
         The run that the events belong to.
+
+    Attributes
+    ----------
+    is_trial : bool
+        Whether the steps are only tried, and their outcome dropped.
     """
 
     def __init__(self, outbox: Outbox, worker: int, run_id: str) -> None:
@@ -34,6 +40,8 @@ class Publisher:
         self._drift: float | None = None
         self._sent = 0.0
         self.clock = StepClock()
+
+    is_trial: ClassVar[bool] = False
 
     def batch(self, num_samples: int) -> None:
         """Take one finished backward pass of ``num_samples`` samples of this rank."""
@@ -54,6 +62,11 @@ class Publisher:
         self._loss = loss
         if time.monotonic() - self._sent > _INTERVAL_SECONDS:
             self.flush()
+
+    @property
+    def num_steps(self) -> int:
+        """How many steps were taken so far."""
+        return self._steps_so_far
 
     @property
     def num_sent(self) -> int:
@@ -85,6 +98,8 @@ class Publisher:
 
 class SilentPublisher(Publisher):
     """Tells nobody: for steps that are only tried."""
+
+    is_trial = True
 
     def flush(self) -> None:
         """Forget what has not been sent."""

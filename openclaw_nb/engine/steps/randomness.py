@@ -16,25 +16,33 @@ import torch
 from torch.utils.data import DataLoader
 
 
+def states(generators: list[torch.Generator]) -> dict[str, Any]:
+    """Return the state of the process's generators and of ``generators``, as numbers, arrays and tensors."""
+    return {
+        "torch": torch.get_rng_state(),
+        "python": random.getstate(),
+        "numpy": np.random.get_state(),
+        "generators": [generator.get_state() for generator in generators],
+    }
+
+
+def put(values: dict[str, Any], generators: list[torch.Generator]) -> None:
+    """Set what `states` returned, on the same generators in the same order."""
+    torch.set_rng_state(values["torch"])
+    random.setstate(values["python"])
+    np.random.set_state(values["numpy"])
+    for generator, state in zip(generators, values["generators"], strict=True):
+        generator.set_state(state)
+
+
 def capture(generators: list[torch.Generator]) -> bytes:
-    """Return the state of the process's generators and of ``generators``."""
-    state = (
-        torch.get_rng_state(),
-        random.getstate(),
-        np.random.get_state(),
-        [generator.get_state() for generator in generators],
-    )
-    return pickle.dumps(state, protocol=5)
+    """Return `states` as bytes, for other ranks."""
+    return pickle.dumps(states(generators), protocol=5)
 
 
 def restore(data: bytes, generators: list[torch.Generator]) -> None:
     """Set what `capture` returned, on the same generators in the same order."""
-    torch_state, python_state, numpy_state, others = pickle.loads(data)
-    torch.set_rng_state(torch_state)
-    random.setstate(python_state)
-    np.random.set_state(numpy_state)
-    for generator, state in zip(generators, others, strict=True):
-        generator.set_state(state)
+    put(pickle.loads(data), generators)
 
 
 def generators_of(loader: DataLoader[Any]) -> list[torch.Generator]:

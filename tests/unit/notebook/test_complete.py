@@ -1,13 +1,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from pathlib import Path
 
 import pytest
 from IPython.core.completer import provisionalcompleter
 from IPython.core.interactiveshell import InteractiveShell
 
 import openclaw_nb
-from openclaw_nb.notebook.complete import Completion, complete_line, line_in_worker_cell
+from openclaw_nb.notebook.complete import Completion, LiveNames, complete_line, line_in_worker_cell
 from openclaw_nb.notebook.options import VERBS
 
 NAMES = {
@@ -95,3 +96,12 @@ def test_in_a_shell() -> None:
     with provisionalcompleter():
         assert "status" not in [c.text for c in shell.Completer.completions("%openclaw st", 12)]
     assert shell.find_line_magic("openclaw") is None
+
+
+def test_a_directory_of_checkpoints(tmp_path: Path) -> None:
+    for name in ("run-1", "run-2", "other"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "run-3").write_text("a file")
+    found = complete_line(f"%%openclaw_parallel -s data --checkpoint {tmp_path}/ru", LiveNames(None))
+    assert isinstance(found, Completion)
+    assert found.matches == [f"{tmp_path}/run-1/", f"{tmp_path}/run-2/"]

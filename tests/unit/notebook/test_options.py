@@ -122,6 +122,11 @@ def test_a_strategy_cell() -> None:
     frugal = cell("-s data --no-memory-pinning").strategy
     assert frugal is not None
     assert frugal.options["memory_pinning"] is False
+    kept = cell("-s data --checkpoint 'my runs/a' --checkpoint-every 100,5m --keep 2").strategy
+    assert kept is not None
+    assert (
+        kept.options | {"checkpoint": "my runs/a", "checkpoint_every": "100,300s", "keep": 2} == kept.options
+    )
     assert [cell(line).background for line in ("-t 0", "--background", "--background run")] == [
         None,
         "",
@@ -143,6 +148,14 @@ def test_a_strategy_cell() -> None:
         ("-s data --fusion-buffer-size much", "fusion_buffer_size is a size such as '25MB'"),
         ("-s data --sync-frequency 0", "'0' is not a whole number of at least 1"),
         ("--sync-frequency 10", "--sync-frequency needs a strategy"),
+        ("--checkpoint run", "--checkpoint needs a strategy"),
+        ("-s data --keep 2", "--checkpoint-every and --keep need --checkpoint DIR"),
+        ("-s data --checkpoint-every 5", "--checkpoint-every and --keep need --checkpoint DIR"),
+        ("-s data --checkpoint run --keep 0", "'0' is not a whole number of at least 1"),
+        (
+            "-s data --checkpoint run --checkpoint-every 0",
+            "checkpoint_every is a number of steps of at least 1",
+        ),
         ("--background a-b", "--background takes a name for the handle, not 'a-b'"),
         ("--no-memory-pinning", "--no-memory-pinning needs a strategy"),
         ("--no-sync-batchnorm", "--no-sync-batchnorm needs a strategy"),

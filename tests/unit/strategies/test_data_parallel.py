@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -26,6 +27,15 @@ def test_workers_are_told_the_options_in_plain_numbers() -> None:
     }
 
 
+def test_workers_are_told_of_checkpoints() -> None:
+    options = DataParallelStrategy(checkpoint=Path("runs/a"), checkpoint_every=100).spec().options
+    assert {name: options[name] for name in ("checkpoint", "checkpoint_every", "keep")} == {
+        "checkpoint": "runs/a",
+        "checkpoint_every": "100",
+        "keep": 3,
+    }
+
+
 @pytest.mark.parametrize(
     ("given", "said"),
     [
@@ -35,6 +45,10 @@ def test_workers_are_told_the_options_in_plain_numbers() -> None:
         ({"mode": "gradents"}, "Did you mean 'gradient'?"),
         ({"fusion_buffer_size": "25 apples"}, "fusion_buffer_size is a size such as '25MB'"),
         ({"fusion_buffer_size": 0}, "of at least 1024 bytes"),
+        ({"checkpoint": "run", "keep": 0}, "keep is a whole number of at least 1, not 0"),
+        ({"checkpoint": "run", "checkpoint_every": 0}, "checkpoint_every is a number of steps of at least 1"),
+        ({"checkpoint": "run", "checkpoint_every": "5 days"}, "both with a comma between .*, not '5 days'"),
+        ({"checkpoint": " "}, "checkpoint is a directory, such as 'checkpoints/run-1'"),
     ],
 )
 def test_what_cannot_be_is_refused(given: dict[str, Any], said: str) -> None:
