@@ -42,8 +42,7 @@ MORE = """
 from tqdm import tqdm
 from itertools import islice
 scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.7)
-# Its own generator: a batch that comes again is counted again by `enumerate`, and may be validated once more.
-valid = DataLoader(loader.dataset, batch_size=64, generator=torch.Generator().manual_seed(1))
+valid = DataLoader(loader.dataset, batch_size=64)
 class Trainer:
     def __init__(self, model, optimizer):
         self.model, self.optimizer, self.losses = model, optimizer, []
@@ -93,7 +92,7 @@ for epoch in range(8):
     for i, (x, y) in enumerate(loader):
         pace()
         step(x, y)
-        if i == 0: print(epoch)
+        if i == 3: optimizer.param_groups[0]["lr"] *= 0.9
 """,
     "tqdm": """
 for epoch in range(8):

@@ -70,6 +70,14 @@ class Strategy:
         """Whether newcomers wait, and whether ranks are to leave, as all know alike; not during a batch."""
         return False, False
 
+    @property
+    def is_void(self) -> bool:
+        """Whether the present batch has to come again."""
+        return False
+
+    def begin_again(self) -> None:
+        """Go back to where the first batch that has to come again began."""
+
     def why_not(self, num_ranks: int) -> str:
         """Return why there cannot be so many ranks, or ""."""
         return ""

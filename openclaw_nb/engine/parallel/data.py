@@ -124,6 +124,16 @@ class DataParallel(Strategy):
             return False, False
         return self._engine.wishes
 
+    @property
+    def is_void(self) -> bool:
+        """Whether the present batch has to come again."""
+        return self._engine is not None and self._engine.is_void
+
+    def begin_again(self) -> None:
+        """Go back to where the first batch that has to come again began."""
+        assert self._engine is not None
+        self._engine.begin_again()
+
     def why_not(self, num_ranks: int) -> str:
         """Return why there cannot be so many ranks: a batch has too few samples."""
         for name, loader in self._objects.loaders.items():

@@ -85,7 +85,13 @@ class Gate:
     ) -> None:
         self._ranks, self._continuity = ranks, continuity
         self._namespace, self._hidden, self._notes = namespace, hidden, notes
-        self.loops = Loops(self._at_head, self._on_entered, lambda: continuity.num_steps)
+        self.loops = Loops(
+            self._at_head,
+            self._on_entered,
+            lambda: continuity.num_steps,
+            lambda: self.strategy.is_void,
+            lambda: self.strategy.begin_again(),
+        )
         self.strategy: Strategy
         self._tree = ast.Module([], [])
         self._refused: dict[int, str] = {}

@@ -4,6 +4,9 @@
                             ├─ at_head(0, True)   another rank may have to be let in here
                             └─ next item        what loaders begin meanwhile belongs to this loop
 
+When a batch has to be trained once more, the loop that gave it evaluates its head again and goes back to it, so that
+what counts in the head (`enumerate`, `islice`, `zip`) counts it once.
+
 Knows numbers of loops and passes of loaders; does not know ranks or syntax trees.
 """
 
@@ -12,6 +15,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
+
+Head = Callable[[], Iterable[Any]]
 
 
 @dataclass
@@ -26,13 +31,16 @@ class Pass:
         How many batches the cell has got, those that came again among them.
     taken : int
         How many different ones.
+    num_unsettled : int
+        How many of the last ones may have to come again.
     is_over : bool
-        Whether it has ended.
+        Whether it has ended, or another takes its place.
     """
 
     start: bytes
     given: int = 0
     taken: int = 0
+    num_unsettled: int = 0
     is_over: bool = False
 
 
@@ -71,6 +79,10 @@ class Loops:
         Called once on a newcomer when the loop that it enters is about to give its first item.
     work : callable
         Returns a number that grows with the work that is done.
+    repeats : callable
+        Returns whether the present batch has to come again.
+    on_back : callable
+        Called when a loop has gone back, before it gives the batch again.
     """
 
     def __init__(
@@ -78,10 +90,13 @@ class Loops:
         at_head: Callable[[int, bool], None] = lambda number, worked: None,
         on_entered: Callable[[], None] = lambda: None,
         work: Callable[[], int] = lambda: 0,
+        repeats: Callable[[], bool] = lambda: False,
+        on_back: Callable[[], None] = lambda: None,
     ) -> None:
         self._at_head = at_head
         self._on_entered = on_entered
         self._work = work
+        self._repeats, self._on_back = repeats, on_back
         self._heads: list[tuple[int, int]] = []
         self._loops: dict[int, _Loop] = {}
         self._inside: list[int] = []
@@ -92,23 +107,41 @@ class Loops:
 
     # ---------------------------------------------------------------------------- the cell's program
 
-    def over(self, number: int, items: Iterable[Any]) -> Iterator[Any]:
-        """Yield the items of a ``for`` loop; a newcomer's go on where the others' are."""
-        __tracebackhide__ = True
-        yield from self._items(number, self._begin(number, items))
+    def over(
+        self, number: int, items: Iterable[Any], again: Head | None = None, values: Head = tuple
+    ) -> Iterator[Any]:
+        """Yield the items of a ``for`` loop; a newcomer's go on where the others' are.
 
-    def resumed(self, number: int, items: Iterable[Any]) -> Iterator[Any]:
+        Parameters
+        ----------
+        number : int
+            Of the loop.
+        items : iterable
+            What its head was.
+        again : callable, optional
+            Evaluates the head once more.
+        values : callable
+            Returns what the head reads. Iterators among them do not begin anew.
+        """
+        __tracebackhide__ = True
+        yield from self._items(number, self._begin(number, items), again, values)
+
+    def resumed(
+        self, number: int, items: Iterable[Any], again: Head | None = None, values: Head = tuple
+    ) -> Iterator[Any]:
         """Yield a first item for the iteration that is under way, then those that come after it."""
         __tracebackhide__ = True
         iterator = self._begin(number, items)
         self._first.add(number)
         yield None
-        yield from self._items(number, iterator)
+        yield from self._items(number, iterator, again, values)
 
-    def _items(self, number: int, iterator: Iterator[Any]) -> Iterator[Any]:
+    def _items(self, number: int, iterator: Iterator[Any], again: Head | None, values: Head) -> Iterator[Any]:
         __tracebackhide__ = True
         while True:
             self._tell_head(number)
+            if again is not None and self._repeats() and not any(isinstance(v, Iterator) for v in values()):
+                iterator = self._go_back(number, again) or iterator
             try:
                 item = self._next(number, iterator)
             except StopIteration:
@@ -171,6 +204,29 @@ class Loops:
             self._enter(number)
         return iterator
 
+    def _go_back(self, number: int, again: Head) -> Iterator[Any] | None:
+        """Return the items from the first on that has to come again; None when this loop did not give it."""
+        loop = self._loops[number]
+        passes = [each for each in loop.passes if not each.is_over]
+        num_back = max((each.num_unsettled for each in passes), default=0)
+        if not num_back:
+            return None
+        before = [
+            replace(
+                each,
+                given=each.given - each.num_unsettled,
+                taken=each.taken - each.num_unsettled,
+                num_unsettled=0,
+            )
+            for each in loop.passes
+        ]
+        for each in passes:
+            self.end_pass(each)
+        self._places[number] = LoopPlace(loop.given - num_back, before)
+        iterator = self._begin(number, again())
+        self._on_back()
+        return iterator
+
     def _enter(self, number: int) -> None:
         self._entered = -1
         self._on_entered()
@@ -198,7 +254,7 @@ class Loops:
     def end_pass(self, ended: Pass) -> None:
         """Take note that a pass has ended, or that its loop was left."""
         ended.is_over = True
-        self._open.remove(ended)
+        self._open = [each for each in self._open if each is not ended]
 
     def is_between(self, number: int) -> bool:
         """Whether no batch is worked on at the head of a loop: all passes that are open are begun by this head."""

@@ -128,7 +128,7 @@ class _Program:
             twin = memo[id(loop)]
             number = self._numbers[id(loop)]
             if isinstance(twin, ast.For):
-                twin.iter = _call("over", number, twin.iter)
+                twin.iter = _call("over", number, *_items(twin))
             elif isinstance(twin, ast.While):
                 twin.test = _both(_call("again", number), twin.test)
         return copied
@@ -198,13 +198,27 @@ class _Program:
         found: ast.stmt
         if isinstance(loop, ast.For):
             target = ast.Name(_ITEM, ast.Store())
-            items = _call("resumed", number, copy.deepcopy(loop.iter))
+            items = _call("resumed", number, *_items(loop))
             found = ast.For(target=target, iter=items, body=body, orelse=orelse)
         else:
             again = _both(_call("again", number), copy.deepcopy(loop.test))
             test = ast.BoolOp(op=ast.Or(), values=[_call("begins", number), again])
             found = ast.While(test=test, body=body, orelse=orelse)
         return ast.copy_location(found, loop)
+
+
+def _items(loop: ast.For) -> list[ast.expr]:
+    """Return a loop's items and, where its head may be evaluated once more, functions of that and of what it reads."""
+    binds = (ast.NamedExpr, ast.Await)
+    if not passes_on(loop) or any(isinstance(node, binds) for node in ast.walk(loop.iter)):
+        return [copy.deepcopy(loop.iter)]
+    values = ast.Tuple([copy.deepcopy(value) for value in values_in_head(loop)], ast.Load())
+    return [copy.deepcopy(loop.iter), _later(loop.iter), _later(ast.copy_location(values, loop.iter))]
+
+
+def _later(value: ast.expr) -> ast.expr:
+    none = ast.arguments(posonlyargs=[], args=[], kwonlyargs=[], kw_defaults=[], defaults=[])
+    return ast.copy_location(ast.Lambda(none, copy.deepcopy(value)), value)
 
 
 def _call(method: str, number: int, *values: ast.expr) -> ast.expr:

@@ -81,6 +81,7 @@ class _Head:
 
     random: bytes
     buffers: list[Tensor]
+    settings: list[list[dict[str, Any]]]
 
 
 class _Weigh(torch.autograd.Function):
@@ -289,7 +290,7 @@ class StepEngine:
         self._check_left()
         if self._continuity.is_possible and self._window.is_boundary:
             buffers = [buffer.clone() for buffer in state.buffers(self._objects)]
-            self._head = _Head(randomness.capture([]), buffers)
+            self._head = _Head(randomness.capture([]), buffers, state.settings(self._objects))
         self._is_taken_over = False
         self._num_steps_of_batch = 0
         self._window.next_batch(part.is_last)
@@ -312,6 +313,7 @@ class StepEngine:
             randomness.restore(self._head.random, [])
             for buffer, before in zip(state.buffers(self._objects), self._head.buffers, strict=True):
                 buffer.copy_(before)
+            state.put_settings(self._objects, self._head.settings)
 
     def leave_loop(self) -> None:
         """Take note that a loop over a loader was left early."""

@@ -276,16 +276,20 @@ class LoaderSplitter:
             self._steps.take_slice(batches.take())
             one.given += 1
             one.taken += 1
+            one.num_unsettled += 1
             try:
                 yield batch
             except GeneratorExit:
-                self._steps.leave_loop()
+                if not one.is_over:  # else another takes its place
+                    self._steps.leave_loop()
                 raise
             if self._steps.is_settled:
                 batches.settle()
+                one.num_unsettled = 0
                 self._steps.rest()
             if self._steps.num_groups != num_groups:
-                one.taken -= batches.num_unsettled
+                one.taken -= one.num_unsettled
+                one.num_unsettled = 0
                 return True
         return False
 

@@ -39,6 +39,24 @@ def buffers(objects: Objects) -> list[Tensor]:
     return list(found.values())
 
 
+def settings(objects: Objects) -> list[list[dict[str, Any]]]:
+    """Return what optimizers are set to, such as learning rates, by group."""
+    return [
+        [
+            {name: value for name, value in group.items() if name != "params"}
+            for group in optimizer.param_groups
+        ]
+        for optimizer in objects.optimizers.values()
+    ]
+
+
+def put_settings(objects: Objects, before: list[list[dict[str, Any]]]) -> None:
+    """Set optimizers to what `settings` returned."""
+    for optimizer, groups in zip(objects.optimizers.values(), before, strict=True):
+        for group, values in zip(optimizer.param_groups, groups, strict=True):
+            group.update(values)
+
+
 def _tensors(objects: Objects) -> list[Tensor]:
     found = {id(p): p for model in objects.models.values() for p in model.parameters()}
     return [*found.values(), *buffers(objects)]
