@@ -7,6 +7,7 @@ or one is added or removed; the right values are those of the same cells on one 
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -16,6 +17,7 @@ import torch
 
 from openclaw_nb.cluster.master import MasterNode
 from openclaw_nb.cluster.run import CellRun, RunResult
+from openclaw_nb.core.errors import ResourceError, UnknownNameError, UsageError
 from openclaw_nb.protocol.messages import StrategySpec
 
 from .conftest import HANG_SECONDS, Lab, cpu_devices, single_device
@@ -235,3 +237,143 @@ def test_a_spare_takes_the_place_of_a_worker_that_dies(spared: Lab, name: str) -
     assert len(result.joined) == 1, result.notes
     assert result.joined[0].num_ranks == 2
     check(spared, LOOPS[name])
+
+
+def test_rank_0_dies_and_its_successor_gives_the_variables(spared: Lab) -> None:
+    await_spare(spared)
+    result = end(start(spared, LOOPS["plain"], pace(kill_at=6, victim=0)))
+    assert (len(result.deaths), len(result.joined)) == (1, 1), result.notes
+    check(spared, LOOPS["plain"])
+
+
+@pytest.mark.parametrize("case", ["batchnorm", "accumulate", "loader processes"])
+def test_a_newcomer_takes_part_in(spared: Lab, case: str) -> None:
+    await_spare(spared)
+    loop, setup, right = LOOPS["plain"].replace("    scheduler.step()\n", ""), SETUP, SETUP
+    options: dict[str, Any] = {}
+    if case == "batchnorm":
+        setup = right = SETUP.replace("nn.Tanh()", "nn.BatchNorm1d(32), nn.Tanh()")
+        assert setup != SETUP
+    elif case == "accumulate":
+        options, right = {"accumulate": 2}, SETUP.replace("batch_size=32", "batch_size=64")
+    else:
+        setup = SETUP.replace("shuffle=True", "shuffle=True, num_workers=1")
+    result = end(start(spared, loop, pace(kill_at=6, victim=1), setup, options=options))
+    assert (len(result.deaths), len(result.joined)) == (1, 1), result.notes
+    check(spared, loop, right)
+
+
+def test_a_name_that_cannot_be_sent_is_named_and_the_cell_goes_on(spared: Lab) -> None:
+    await_spare(spared)
+    loop = """
+import threading
+lock = threading.Lock()
+for epoch in range(2):
+    for x, y in loader:
+        pace()
+        with lock:
+            step(x, y)
+"""
+    slow = loop.replace("pace()", "pace()").replace("range(2)", "range(3)")
+    result = end(start(spared, slow, pace(kill_at=6, victim=1)))
+    assert (len(result.deaths), len(result.joined)) == (1, 0)
+    (said,) = [note for note in result.notes if "takes part when the cell has ended" in note]
+    assert "`lock` (lock: cannot pickle '_thread.lock' object)" in said
+    assert "line" in said
+    survivors = [rank for rank in spared.master._members.all_ranks() if rank in result.values]
+    expected = single_device(SETUP + pace() + MORE, slow + STATE)["state"]
+    state = spared.pull("state", survivors[0])
+    torch.testing.assert_close(state, expected, rtol=SGD_TOLERANCE, atol=SGD_TOLERANCE)
+
+
+def test_gradients_that_the_cell_adds_up_by_itself_are_not_repeated(spared: Lab) -> None:
+    await_spare(spared)
+    loop = """
+for epoch in range(3):
+    for i, (x, y) in enumerate(loader):
+        pace()
+        loss_fn(model(x), y).backward()
+        if i % 2:
+            optimizer.step()
+            optimizer.zero_grad()
+"""
+    spared.good(SETUP + pace() + MORE)
+    result = spared.run(pace(kill_at=2, victim=1) + loop, strategy=StrategySpec(name="data_parallel"))
+    (failure,) = [f for f in result.failures.values() if not f.consequence]
+    assert failure.error_type == "RefusedError"
+    assert "use --accumulate instead" in failure.message
+
+
+def until(condition: Any) -> None:
+    deadline = time.monotonic() + HANG_SECONDS
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def numbers(lab: Lab) -> list[int]:
+    return list(lab.master._members.all_ranks().values())
+
+
+@pytest.fixture
+def resizable() -> Iterator[Lab]:
+    master = MasterNode()
+    master.start()
+    master.start_workers(cpu_devices(2))
+    yield Lab(master)
+    master.stop()
+
+
+def test_a_cell_that_runs_grows_and_shrinks_and_its_result_stays(resizable: Lab) -> None:
+    """Two become three become one; other requests come meanwhile."""
+    lab = resizable
+    loop = LOOPS["enumerate"].replace("range(8)", "range(60)").replace("*= 0.9", "*= 0.99")
+    run = start(lab, loop, pace(kill_at=0, full=1))
+    added = lab.master.add_worker(1)
+    assert [worker.id for worker in added] == ["worker-2"]
+    until(lambda: len(run.ranks) == 3)
+    removals = [
+        threading.Thread(target=lab.master.remove_worker, args=(which,)) for which in ("worker-0", "worker-2")
+    ]
+    for thread in removals:
+        thread.start()
+    for thread in removals:
+        thread.join(HANG_SECONDS)
+    assert list(run.ranks.values()) == [1]
+    assert run.running, "it goes on with one"
+    result = end(run)
+    notes = "\n".join(result.notes)
+    assert "worker-2 takes part as rank 2" in notes
+    assert "rank 0 (worker-0) left" in notes
+    check(lab, loop)
+    assert any("leave 10 minutes between them" in note for note in lab.master.take_notes())
+    assert numbers(lab) == [1]
+    with pytest.raises(UsageError, match=r"worker-1 is the last worker"):
+        lab.master.remove_worker("worker-1")
+    with pytest.raises(UnknownNameError, match=r"GPU-3.*worker-1"):
+        lab.master.remove_worker("GPU-3")
+    for count in (0, -1, 1.5, True):
+        with pytest.raises(UsageError, match="whole number"):
+            lab.master.resize_workers(count)  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match="other hosts cannot join yet"):
+        lab.master.add_worker("gpu-server:50051")
+    assert [worker.id for worker in lab.master.resize_workers(2)] == ["worker-1", "worker-3"]
+    lab.good("import torch\nt = torch.ones(1)\ndist.all_reduce(t)\nassert t.item() == world_size == 2")
+    assert "worker-3 is a new process without variables" in "\n".join(lab.master.take_notes())
+
+
+def test_more_workers_than_there_are_cores_are_refused(
+    resizable: Lab, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("OPENCLAW_OVERSUBSCRIBE")
+    with pytest.raises(ResourceError, match="this machine has"):
+        resizable.master.resize_workers(10_000)
+    assert numbers(resizable) == [0, 1]
+
+
+def test_a_cell_that_needs_all_its_workers_keeps_them(resizable: Lab) -> None:
+    run = resizable.master.run_cell("import time\ntime.sleep(600)")
+    with pytest.raises(UsageError, match="needs all its workers"):
+        resizable.master.remove_worker("worker-1")
+    run.interrupt()
+    assert run.wait(HANG_SECONDS) is not None
