@@ -252,12 +252,12 @@ class Agent:
 
         report: dict[str, Any] = {}
         namespace, publisher = self._shell.user_ns, self._publisher(command)
-        crossing = None
-        if self._regrouper is not None:
+        crossing = None if self._regrouper is None else Crossing(self._regrouper, is_newcomer)
+        hidden = None
+        if crossing is not None or spec.options.get("checkpoint"):
             hidden = {**self._shell.user_ns_hidden, **self._introduced}
-            crossing = Crossing(self._regrouper, hidden, is_newcomer)
         context = strategy_context(
-            spec, self._service, namespace, command.source, publisher, report, crossing
+            spec, self._service, namespace, command.source, publisher, report, crossing, hidden
         )
         try:
             with context as prepared:

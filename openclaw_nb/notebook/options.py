@@ -385,6 +385,12 @@ CELL = Command(
             settings={"metavar": "N|TIME"},
         ),
         Argument(("--keep",), "how many checkpoints are kept (3)", settings={"type": _count, "metavar": "K"}),
+        Argument(
+            ("--resume",),
+            "go on from the newest checkpoint, where the cell was; begin when there is none",
+            "",
+            _FLAG,
+        ),
         Argument(("--model",), "the model; found by its type when not given", "worker variable", _NAME),
         Argument(("--optimizer",), "the optimizer", "worker variable", _NAME),
         Argument(("--loader",), "the loader", "worker variable", _NAME),
@@ -418,7 +424,7 @@ _OF_ANY_CELL = ("--targets", "--background")
 _OPTIONS = {
     "data_parallel": (
         *("sync_frequency", "mode", "accumulate", "fusion_buffer_size"),
-        *("checkpoint", "checkpoint_every", "keep"),
+        *("checkpoint", "checkpoint_every", "keep", "resume"),
     )
 }
 
@@ -456,8 +462,8 @@ def parse_cell(words: Sequence[str]) -> CellOptions:
     name = canonical_strategy(given.strategy)
     for role in ("model", "optimizer", "loader"):
         _check_identifier(role, getattr(given, role))
-    if given.checkpoint is None and (given.checkpoint_every or given.keep):
-        raise UsageError("--checkpoint-every and --keep need --checkpoint DIR.")
+    if given.checkpoint is None and (given.checkpoint_every or given.keep or given.resume):
+        raise UsageError("--checkpoint-every, --keep and --resume need --checkpoint DIR.")
     options = {option: getattr(given, option) for option in _OPTIONS[name]}
     strategy = STRATEGIES[name](
         **{option: value for option, value in options.items() if value is not None},

@@ -44,6 +44,8 @@ class DataParallelStrategy:
         whichever comes first. One more is written at the end.
     keep : int
         How many of the newest checkpoints are kept.
+    resume : bool
+        Go on from the newest checkpoint of the directory, where the cell was; it begins when there is none.
 
     Raises
     ------
@@ -67,6 +69,7 @@ class DataParallelStrategy:
     checkpoint: str | os.PathLike[str] | None = None
     checkpoint_every: int | str = "300s"
     keep: int = 3
+    resume: bool = False
 
     def __post_init__(self) -> None:
         if self.mode not in MODES:
@@ -78,6 +81,8 @@ class DataParallelStrategy:
         parse_every(self.checkpoint_every, "checkpoint_every")
         if self.checkpoint is not None and not str(self.checkpoint).strip():
             raise UsageError("checkpoint is a directory, such as 'checkpoints/run-1', not an empty word.")
+        if self.resume and (self.checkpoint is None or self.mode != "gradient"):
+            raise UsageError("resume needs checkpoint, the directory to go on from, and mode 'gradient'.")
         if self.buffer_bytes < _SMALLEST_BUFFER:
             raise UsageError(
                 f"fusion_buffer_size is a size of at least {_SMALLEST_BUFFER} bytes, such as '25MB', "
@@ -109,5 +114,6 @@ class DataParallelStrategy:
                 "checkpoint": os.fspath(self.checkpoint),
                 "checkpoint_every": str(parse_every(self.checkpoint_every, "checkpoint_every")),
                 "keep": self.keep,
+                "resume": self.resume,
             }
         return StrategySpec(name=self.name, options=options, **cell)

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from openclaw_nb.cluster.run import RunResult
 from openclaw_nb.engine.checkpoint.catalog import find_newest, listed
 from openclaw_nb.engine.checkpoint.load import load, load_into
 from openclaw_nb.engine.objects.find import find_objects
@@ -142,3 +143,114 @@ def test_a_trial_writes_none(lab: Lab, tmp_path: Path) -> None:
     lab.good(SCHEDULED, targets=[0, 1])
     lab.good(LOOP.format(num_passes=1) + STATE, targets=[0, 1], strategy=spec, verify_steps=2)
     assert list(tmp_path.iterdir()) == []
+
+
+# What is interrupted, by an error planted where only the first run comes to, and gone on with by fresh workers.
+CELLS = {
+    "two loops": """
+rates, number = [], 0
+for epoch in range(3):
+    for x, y in loader:
+        stop_here(epoch, number)
+        optimizer.zero_grad()
+        loss_fn(model(x), y).backward()
+        optimizer.step()
+        number += 1
+    scheduler.step()
+    rates.append(scheduler.get_last_lr()[0])
+""",
+    "enumerate, and a name that is not kept": """
+number = 0
+for epoch in range(3):
+    log = print
+    for i, (x, y) in enumerate(loader):
+        stop_here(epoch, number)
+        optimizer.zero_grad()
+        loss_fn(model(x), y).backward()
+        optimizer.step()
+        if i == 2: scheduler.step()
+        number += 1
+""",
+    "a function an epoch": """
+number = 0
+def train_epoch(epoch):
+    global number
+    for x, y in loader:
+        stop_here(epoch, number)
+        optimizer.zero_grad()
+        loss_fn(model(x), y).backward()
+        optimizer.step()
+        number += 1
+for epoch in range(3):
+    train_epoch(epoch)
+    scheduler.step()
+""",
+}
+SETTING = (
+    SCHEDULED
+    + """
+stop = {stop!r}
+def stop_here(epoch, number):
+    if number == stop:
+        raise KeyError("planted")
+"""
+)
+
+
+@pytest.mark.parametrize(
+    ("cell", "first", "then"), [("two loops", 3, 2), ("enumerate, and a name that is not kept", 2, 4)]
+)
+def test_a_cell_goes_on_in_its_midst_with_other_workers(
+    lab: Lab, tmp_path: Path, cell: str, first: int, then: int
+) -> None:
+    options = {"checkpoint": str(tmp_path), "checkpoint_every": "2", "resume": True}
+    broken = lab.train(SETTING.format(stop=7), CELLS[cell] + STATE, first, options=options)
+    assert any(failure.error_type == "KeyError" for failure in broken.failures.values())
+    # Everything is built anew, as in a new kernel; what the cell had bound is gone.
+    result = lab.train("%reset -f\n" + SETTING.format(stop=None), CELLS[cell] + STATE, then, options=options)
+    assert result.ok, [f"{f.error_type}: {f.message}" for f in result.failures.values()]
+    assert "the training goes on from step-00000006" in "\n".join(result.notes)
+    expected = single_device(SETTING.format(stop=None), CELLS[cell] + STATE)
+    for rank in range(then):
+        close(lab.pull("state", rank), expected["state"])
+        assert lab.pull("number", rank) == expected["number"]
+    if "rates" in expected:
+        assert lab.pull("rates") == expected["rates"]
+
+
+def test_a_loop_in_a_function_is_gone_on_from_the_next_of_its_calls(lab: Lab, tmp_path: Path) -> None:
+    options = {"checkpoint": str(tmp_path), "checkpoint_every": "2", "resume": True}
+    cell = CELLS["a function an epoch"] + STATE
+    assert not lab.train(SETTING.format(stop=8), cell, 2, options=options).ok
+    result = lab.train("%reset -f\n" + SETTING.format(stop=None), cell, 2, options=options)
+    assert result.ok, [f"{f.error_type}: {f.message}" for f in result.failures.values()]
+    assert "the training goes on from step-00000005" in "\n".join(result.notes)
+    close(lab.pull("state"), single_device(SETTING.format(stop=None), cell)["state"])
+
+
+def refused(result: RunResult) -> str:
+    assert result.first is not None
+    failure = result.failures[result.first]
+    assert failure.error_type == "CheckpointError"
+    return failure.message
+
+
+def test_what_cannot_be_gone_on_from_says_why(lab: Lab, tmp_path: Path) -> None:
+    options = {"checkpoint": str(tmp_path), "checkpoint_every": "2", "resume": True}
+    cell = CELLS["two loops"]
+    begun = lab.train(SETTING.format(stop=7), cell, 2, options=options)
+    said = [note for failure in begun.failures.values() for note in failure.value["notes"]]
+    assert "there is no checkpoint in" in "\n".join(said)
+    other = lab.train(
+        SETTING.format(stop=None), cell.replace("number += 1", "number += 2; print(1)"), 2, options=options
+    )
+    assert "a cell with other statements" in refused(other)
+    smaller = lab.train(
+        SETTING.format(stop=None).replace("32)", "16)").replace("(32", "(16"), cell, 2, options=options
+    )
+    assert "0.weight is a parameter of shape [32, 12]" in refused(smaller)
+    assert lab.train(SETTING.format(stop=None), cell, 2, options=options).ok
+    before = single_device(SETTING.format(stop=None), cell + STATE)["state"]
+    again = lab.train(SETTING.format(stop=None), cell, 2, options=options)
+    assert again.ok, "the end of the cell is a place to go on from, too"
+    close(lab.pull("model").state_dict(), before)

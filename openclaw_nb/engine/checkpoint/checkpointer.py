@@ -73,6 +73,8 @@ class Checkpointer:
     place : callable
         Returns where in its loops the cell is, in numbers, strings, tensors and containers of them; kept in each
         checkpoint for whoever goes on from there (`load.place_of`).
+    can_rest : callable
+        Returns whether one may be taken here.
     """
 
     def __init__(
@@ -88,6 +90,7 @@ class Checkpointer:
         self._store = store
         self._num_steps, self._clock = num_steps, clock
         self.place: Callable[[], Any] = lambda: None
+        self.can_rest: Callable[[], bool] = lambda: True
         self._buffer = HostBuffer()
         self._writer: Writer | None = None
         self._first = self._num_late = self._stepped_at = 0
@@ -127,11 +130,18 @@ class Checkpointer:
         for optimizer in self._objects.optimizers.values():
             self._handles.append(optimizer.register_step_post_hook(self._take_note))
 
-    def finish(self) -> None:
-        """Write a last checkpoint, if steps were made since the one before, and wait until it is there."""
+    def finish(self, end: Any = None) -> None:
+        """Write a last checkpoint, if steps were made since the one before, and wait until it is there.
+
+        Parameters
+        ----------
+        end : object
+            Its place.
+        """
         if self._writer is not None:
             self._writer.wait()
             if self._ranks.rank == 0 and self._now.num_steps > self._last.num_steps:
+                self.place = lambda: end
                 self._take()
                 self._writer.wait()
 
@@ -171,6 +181,8 @@ class Checkpointer:
         """Take a checkpoint if one is due; every batch so far is trained, and the next one not yet drawn."""
         if self._ranks.rank and self._writer is not None:  # another is rank 0 now, and writes
             self._writer.abandon()
+        if not self.can_rest():
+            return
         now = self._now
         if self._objects.optimizers and self._stepped_at != self._num_steps():
             return  # gradients that a later step is to use would be missing

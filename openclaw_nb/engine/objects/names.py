@@ -103,6 +103,17 @@ def cell_builds(source: str) -> CellBuilds:
     return visitor.builds
 
 
+def tree_of(source: str) -> ast.Module:
+    """Return a cell's tree, as the shell makes it of what was written.
+
+    Raises
+    ------
+    SyntaxError
+        If the cell is no Python.
+    """
+    return ast.parse(_transformed(source))
+
+
 def _cell_trees(source: str) -> list[ast.Module]:
     """Parse the cell, then every piece of code that a magic of it will run."""
     try:

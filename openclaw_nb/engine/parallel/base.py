@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 from openclaw_nb.engine.group.ranks import Ranks
 from openclaw_nb.engine.reentry.loops import Loops
@@ -31,7 +31,7 @@ class CellContext:
     """What a strategy is given: the ranks, the cell, and where to tell what happens.
 
     ``notes`` takes lines for the person who runs the cell; ``continuity`` is how it goes on when ranks go or come, and
-    ``loops`` are the cell's own.
+    ``loops`` are the cell's own. With ``book`` it can be gone on from a checkpoint.
     """
 
     ranks: Ranks
@@ -42,6 +42,26 @@ class CellContext:
     notes: list[str]
     continuity: Continuity
     loops: Loops = field(default_factory=Loops)
+    book: Book | None = None
+
+
+class Book(Protocol):
+    """Where in its loops the cell is, for its checkpoints.
+
+    ``has_ended`` says that the cell is gone on from its end.
+    """
+
+    has_ended: bool
+
+    @property
+    def can_mark(self) -> bool:
+        """Whether what is here and now can be gone on from."""
+
+    def mark(self) -> dict[str, Any] | None:
+        """Return where the cell is."""
+
+    def resume(self, place: Mapping[str, Any] | None, step: int, source: str) -> None:
+        """Go on from there when the cell runs."""
 
 
 class Strategy:
@@ -86,6 +106,9 @@ class Strategy:
     def plain(self) -> Iterator[None]:
         """Leave the objects plain while the body runs."""
         yield
+
+    def rest(self) -> None:
+        """Take note that no batch is under way, at the head of a loop of the cell."""
 
     def export_state(self) -> Any:
         """Return what a newcomer needs beside the variables; objects of theirs are shared with them."""

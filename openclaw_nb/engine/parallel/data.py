@@ -10,10 +10,14 @@ from typing import Any
 from torch.nn import Parameter
 
 from openclaw_nb.core.errors import RefusedError
+from openclaw_nb.engine.checkpoint import manifest
+from openclaw_nb.engine.checkpoint.catalog import Checkpoint, find_newest
 from openclaw_nb.engine.checkpoint.checkpointer import Checkpointer, CheckpointOptions
+from openclaw_nb.engine.checkpoint.load import load_into, place_of
 from openclaw_nb.engine.checkpoint.store import Store
 from openclaw_nb.engine.objects.find import Objects, find_objects
 from openclaw_nb.engine.parallel.base import CellContext, Strategy
+from openclaw_nb.engine.reentry import bookmark
 from openclaw_nb.engine.steps import batchnorm
 from openclaw_nb.engine.steps.averaging import LocalSteps
 from openclaw_nb.engine.steps.common import common_state, make_common, take_common
@@ -72,6 +76,7 @@ class DataParallel(Strategy):
                 "With --sync-frequency or --accumulate, build the scheduler in a cell of its own first."
             )
         self._checkpointer = self._open_checkpoints(objects)
+        self._resume(objects)
         self._make_common(objects, self.context.continuity)
         self._tell_short_passes(objects, options)
         self._prepare(objects, options)
@@ -179,7 +184,44 @@ class DataParallel(Strategy):
             objects, context.ranks, Store(options.directory), options, lambda: before + publisher.num_steps
         )
         checkpointer.open(writes=not is_newcomer)
+        if context.book is not None:
+            checkpointer.place, book = context.book.mark, context.book
+            checkpointer.can_rest = lambda: book.can_mark
         return checkpointer
+
+    def _resume(self, objects: Objects) -> None:
+        """Load the newest checkpoint, and go on from where the cell was."""
+        context = self.context
+        book, directory = context.book, context.spec.options.get("checkpoint")
+        if not context.spec.options.get("resume") or context.publisher.is_trial:
+            return
+        assert book is not None
+        assert directory is not None
+        if context.spec.split == "model" or context.spec.options.get("mode") == "parameter":
+            raise RefusedError(
+                "--resume needs --split loader and --mode gradient: else ranks keep what is not in it."
+            )
+        own = find_newest(directory) if context.ranks.rank == 0 else None
+        path = None if own is None else own.path
+        path = context.continuity.agree(lambda: context.ranks.broadcast(path))
+        if path is None:
+            context.notes.append(f"there is no checkpoint in {directory} yet: the training begins")
+            return
+        found = own or Checkpoint(path, manifest.read(path))
+        load_into(objects, found)
+        book.resume(place_of(found), found.step, context.source)
+        context.notes.extend(f"skipped: {line}" for line in found.skipped)
+        context.notes.append(
+            f"{found.path.name} in {directory} is the end of this cell: its state is loaded, and nothing is left to "
+            "train"
+            if book.has_ended
+            else f"the training goes on from {found.path.name} in {directory}"
+        )
+
+    def rest(self) -> None:
+        """Take note that no batch is under way, at the head of a loop of the cell."""
+        if self._engine is not None and self._engine.is_settled:
+            self._engine.rest()
 
     def _make_common(self, objects: Objects, continuity: Continuity) -> None:
         found = continuity.attempt(lambda: make_common(self.context.ranks, objects))
@@ -237,7 +279,7 @@ class DataParallel(Strategy):
         if self._engine is not None:
             self._engine.finish()
         if self._checkpointer is not None:  # last: no rank waits for another's files
-            self._checkpointer.finish()
+            self._checkpointer.finish(bookmark.ENDED)
 
     def exit(self) -> None:
         """Take everything off again, last first."""

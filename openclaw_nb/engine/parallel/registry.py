@@ -42,14 +42,11 @@ class Crossing:
     ----------
     regrouper : Regrouper
         Where the next groups come from.
-    hidden : mapping
-        Variables that are the worker's own.
     is_newcomer : bool
         Whether this worker comes into a cell that runs.
     """
 
     regrouper: Regrouper
-    hidden: Mapping[str, Any]
     is_newcomer: bool = False
 
 
@@ -78,6 +75,7 @@ def strategy_context(
     publisher: Publisher,
     report: dict[str, Any],
     crossing: Crossing | None = None,
+    hidden: Mapping[str, Any] | None = None,
 ) -> Iterator[Prepared]:
     """Run the body with the cell's objects prepared for the strategy.
 
@@ -97,6 +95,8 @@ def strategy_context(
         ``notes`` is added: lines for the person.
     crossing : Crossing, optional
         How the cell goes on when ranks go or come.
+    hidden : mapping, optional
+        Variables that are the worker's own; without them nobody can come in, or go on from a checkpoint.
     """
     strategy_class = STRATEGIES.get(spec.name)
     if strategy_class is None:
@@ -105,9 +105,9 @@ def strategy_context(
     report["notes"] = notes
     ranks = ranks_of(group)
     continuity = Continuity(ranks, crossing.regrouper if crossing else None)
-    gate = Gate(ranks, continuity, namespace, crossing.hidden, notes) if crossing else None
+    gate = Gate(ranks, continuity, namespace, hidden, notes) if hidden is not None else None
     loops = gate.loops if gate is not None else Loops()
-    context = CellContext(ranks, spec, source, namespace, publisher, notes, continuity, loops)
+    context = CellContext(ranks, spec, source, namespace, publisher, notes, continuity, loops, gate)
     strategy = strategy_class(context)
     try:
         if gate is not None:

@@ -19,10 +19,11 @@ from typing import Any
 
 import torch
 
-from openclaw_nb.core.errors import OpenClawError, RefusedError
+from openclaw_nb.core.errors import CheckpointError, OpenClawError, RefusedError
 from openclaw_nb.engine.group.ranks import Ranks
+from openclaw_nb.engine.objects.names import tree_of
 from openclaw_nb.engine.parallel.base import Strategy
-from openclaw_nb.engine.reentry import program
+from openclaw_nb.engine.reentry import bookmark, program
 from openclaw_nb.engine.reentry.loops import LoopPlace, Loops
 from openclaw_nb.engine.reentry.needs import names_needed
 from openclaw_nb.engine.reentry.parcel import Parcel, pack, unpack
@@ -34,12 +35,16 @@ _NOT_IN = "A new worker waits, and takes part when the cell has ended: {reasons}
 
 @dataclass(frozen=True)
 class _Entry:
-    """What a newcomer is given beside the variables; it travels with them."""
+    """What a newcomer is given beside the variables; it travels with them.
+
+    ``is_anew`` says that nothing of the cell has run in this process, and no variables came.
+    """
 
     number: int
     places: dict[int, LoopPlace]
     random: bytes
-    state: Any
+    state: Any = None
+    is_anew: bool = False
 
 
 @dataclass(frozen=True)
@@ -73,6 +78,8 @@ class Gate:
         The cell's loops.
     strategy : Strategy
         The cell's; set before the cell runs.
+    has_ended : bool
+        Whether nothing of the cell is left to run.
     """
 
     def __init__(
@@ -97,7 +104,9 @@ class Gate:
         self._refused: dict[int, str] = {}
         self._parcel: tuple[int, Parcel] | None = None
         self._entry: _Entry | None = None
+        self._head: int | None = None
         self._generators: list[tuple[torch.Generator, torch.Tensor]] = []
+        self.has_ended = False
 
     # ---------------------------------------------------------------------------------- the program
 
@@ -105,10 +114,13 @@ class Gate:
         """Return the program that this worker runs for a cell; the shell calls this with the cell's tree."""
         self._tree = tree
         self._namespace[program.KEEPER] = self.loops
+        if self.has_ended:
+            return ast.Module([], [])
         if self._entry is None:
             return program.watch(tree)
         self.loops.resume(self._entry.places, self._entry.number)
-        return program.enter(tree, self._entry.number)
+        enter = program.enter_anew if self._entry.is_anew else program.enter
+        return enter(tree, self._entry.number)
 
     def close(self) -> None:
         """Leave nothing in the namespace, and say who could not be let in."""
@@ -119,6 +131,10 @@ class Gate:
     # ----------------------------------------------------------------------------------- letting in
 
     def _at_head(self, number: int, worked: bool) -> None:
+        if worked and not self.loops.draws_at(number) and self.loops.is_between(number):
+            self._head = number
+            self.strategy.rest()
+            self._head = None
         new, leaves = self.strategy.wishes if worked else (False, False)
         if not (leaves or (new and number not in self._refused)) or not self.loops.is_between(number):
             return
@@ -201,12 +217,51 @@ class Gate:
         except Exception as error:
             raise OpenClawError(f"The variables could not be taken over: {error}") from error
         self._entry = entry
-        found = {id(g): g for value in self._namespace.values() for g in randomness.generators_in(value)}
-        self._generators = [(generator, generator.get_state()) for generator in found.values()]
+        self._keep_generators()
         if parcel.left:
             listed = ", ".join(f"`{name}` ({reason})" for name, reason in parcel.left.items())
             self._notes.append(f"what a new worker could not be sent: {listed}")
         return entry.state
+
+    def _keep_generators(self) -> None:
+        found = {id(g): g for value in self._namespace.values() for g in randomness.generators_in(value)}
+        self._generators = [(generator, generator.get_state()) for generator in found.values()]
+
+    # ------------------------------------------------------------------------- checkpoints, and resuming
+
+    @property
+    def can_mark(self) -> bool:
+        """Whether what is here and now can be gone on from: not within a function that a loop of the cell calls."""
+        return self._mark_at is not None or not self.loops.are_running
+
+    @property
+    def _mark_at(self) -> int | None:
+        return self.loops.drawing if self._head is None else self._head
+
+    def mark(self) -> dict[str, Any] | None:
+        """Return where the cell is, for a checkpoint; None in a cell that is in none of its loops."""
+        number = self._mark_at
+        return None if number is None else bookmark.mark(self._tree, self.loops, number, self._namespace)
+
+    def resume(self, place: Mapping[str, Any] | None, step: int, source: str) -> None:
+        """Go on, when the cell of this source runs, from a place; the state that was kept with it is there already.
+
+        Raises
+        ------
+        CheckpointError
+            When there is no going on from there.
+        """
+        if place is None:
+            raise CheckpointError(
+                f"The checkpoint of step {step} was taken in a cell without loops of its own, which cannot be entered "
+                "in its midst. Load the state with openclaw_nb.load_checkpoint and train the rest."
+            )
+        self.has_ended = bool(place.get("ended"))
+        if not self.has_ended:  # looked into here, as the shell swallows errors of what makes a program
+            found = bookmark.find(place, tree_of(source), self._namespace)
+            self._namespace.update(found.names)
+            self._keep_generators()
+            self._entry = _Entry(found.number, found.places, randomness.capture([]), is_anew=True)
 
     def _on_entered(self) -> None:
         """Go on with the random numbers of the others: evaluating the loops' heads has drawn some."""

@@ -261,6 +261,20 @@ class Loops:
         own = self._loops[number].passes
         return all(any(each is begun for begun in own) for each in self._open)
 
+    @property
+    def drawing(self) -> int | None:
+        """The number of the loop whose head draws its next item now; None when none does."""
+        return self._inside[-1] if self._inside else None
+
+    @property
+    def are_running(self) -> bool:
+        """Whether the cell has loops that have begun."""
+        return bool(self._heads)
+
+    def draws_at(self, number: int) -> bool:
+        """Whether the head of a loop has begun passes of loaders that are not over."""
+        return any(not each.is_over for each in self._loops[number].passes)
+
     def resumed_pass(self) -> Pass | None:
         """Return the pass that a loader which is iterated now has to take up; None for one that is new."""
         loop = self._loops.get(self._inside[-1]) if self._inside else None

@@ -89,7 +89,8 @@ class _Needs(ast.NodeVisitor):
         self._visit_all([*arguments.defaults, *arguments.kw_defaults])
         body = node.body if isinstance(node.body, list) else [node.body]
         own = {argument.arg for argument in ast.walk(arguments) if isinstance(argument, ast.arg)}
-        self._read(_loads(body) - own - _stores(*body))
+        shared = {name for part in body for inner in ast.walk(part) for name in _shared(inner)}
+        self._read(_loads(body) - own - (_stores(*body) - shared))
 
     def visit_ClassDef(self, node: ast.ClassDef) -> None:
         self._visit_all([*node.decorator_list, *node.bases, *node.keywords])
@@ -156,12 +157,18 @@ class _Needs(ast.NodeVisitor):
 
 
 def _loads(nodes: Iterable[ast.AST]) -> set[str]:
-    return {
-        inner.id
-        for node in nodes
-        for inner in ast.walk(node)
-        if isinstance(inner, ast.Name) and isinstance(inner.ctx, ast.Load)
-    }
+    found = set()
+    for node in nodes:
+        for inner in ast.walk(node):
+            if isinstance(inner, ast.Name) and isinstance(inner.ctx, ast.Load):
+                found.add(inner.id)
+            elif isinstance(inner, ast.AugAssign) and isinstance(inner.target, ast.Name):
+                found.add(inner.target.id)
+    return found
+
+
+def _shared(node: ast.AST) -> list[str]:
+    return node.names if isinstance(node, ast.Global) else []
 
 
 def _stores(*nodes: ast.AST) -> set[str]:

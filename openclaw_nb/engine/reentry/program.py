@@ -19,8 +19,9 @@ from collections.abc import Iterator, Sequence
 from openclaw_nb.core.errors import RefusedError
 
 KEEPER = "__openclaw_loops__"
-_ITEM = "__openclaw_item__"
+ITEM = "__openclaw_item__"
 _SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda)
+_DEFINES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Import, ast.ImportFrom)
 # What passes its argument's items on, one for one, and does not look into them.
 _PASSES_ON = frozenset({"enumerate", "islice", "range", "reversed", "tqdm", "trange", "zip"})
 # What is the same when it is evaluated once more.
@@ -100,6 +101,17 @@ def enter(tree: ast.Module, number: int) -> ast.Module:
         When the loop is where no program can be entered, in an ``except`` block.
     """
     return _finished(_Program(tree).entered(tree.body, path_to(tree, number)), tree)
+
+
+def enter_anew(tree: ast.Module, number: int) -> ast.Module:
+    """Return the program of `enter` for a process in which nothing of the cell has run.
+
+    What the cell imports and defines at its top level, before the loop, comes first.
+    """
+    entered = enter(tree, number)
+    first = loops_of(tree)[path_to(tree, number)[0]].lineno
+    made = [node for node in tree.body if isinstance(node, _DEFINES) and node.lineno < first]
+    return _finished([*made, *entered.body], tree)
 
 
 def _finished(body: list[ast.stmt], tree: ast.Module) -> ast.Module:
@@ -192,12 +204,12 @@ class _Program:
         rest = self.entered(loop.body, path[1:])
         whole = self.watched(loop.body)
         if isinstance(loop, ast.For):
-            whole = [ast.Assign(targets=[loop.target], value=ast.Name(_ITEM, ast.Load())), *whole]
+            whole = [ast.Assign(targets=[loop.target], value=ast.Name(ITEM, ast.Load())), *whole]
         body: list[ast.stmt] = [ast.If(test=_call("is_first", number), body=rest, orelse=whole)]
         orelse = self.watched(loop.orelse)
         found: ast.stmt
         if isinstance(loop, ast.For):
-            target = ast.Name(_ITEM, ast.Store())
+            target = ast.Name(ITEM, ast.Store())
             items = _call("resumed", number, *_items(loop))
             found = ast.For(target=target, iter=items, body=body, orelse=orelse)
         else:

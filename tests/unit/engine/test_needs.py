@@ -22,6 +22,7 @@ PROGRAMS = {
     "def f(x, y=d):\n    z = x\n    return z + y + w\nf(1)": {"d", "w"},
     "@wraps\nclass A(Base):\n    n = k\n    def m(self):\n        return q\nA()": {"wraps", "Base", "k", "q"},
     "[x + k for x in data if (last := x)]\nlast": {"data", "k"},
+    "def f():\n    global n\n    n += 1\n    m = 0\n    m += 1": {"n"},
     "g = lambda x: x + k": {"k"},
     "import os.path as p, sys\nfrom a import b\np, sys, b": set(),
     "del a\na": {"a"},
