@@ -7,6 +7,9 @@ or one is added or removed; the right values are those of the same cells on one 
 
 from __future__ import annotations
 
+import os
+import random
+import signal
 import threading
 import time
 from collections.abc import Iterator
@@ -266,6 +269,9 @@ def test_a_newcomer_takes_part_in(spared: Lab, case: str) -> None:
 def test_a_name_that_cannot_be_sent_is_named_and_the_cell_goes_on(spared: Lab) -> None:
     await_spare(spared)
     loop = """
+import os
+import random
+import signal
 import threading
 lock = threading.Lock()
 for epoch in range(2):
@@ -377,3 +383,64 @@ def test_a_cell_that_needs_all_its_workers_keeps_them(resizable: Lab) -> None:
         resizable.master.remove_worker("worker-1")
     run.interrupt()
     assert run.wait(HANG_SECONDS) is not None
+
+
+LEDGER = """
+import time, torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+torch.manual_seed(3)
+model = nn.Embedding(203, 1)
+nn.init.zeros_(model.weight)
+optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+loader = DataLoader(TensorDataset(torch.arange(203)), batch_size=32, shuffle=True)
+"""
+ENTRIES = """
+for epoch in range(6):
+    for i, (sample,) in enumerate(loader):
+        optimizer.zero_grad()
+        model(sample).sum().backward()
+        optimizer.step()
+        time.sleep(0.01)
+ledger = -model.weight.detach()
+"""
+
+
+def kept_in_a_ledger(lab: Lab, moments: dict[int, float]) -> RunResult:
+    """Train a model whose weight of a sample counts how often it was trained; kill ranks at these moments (s)."""
+    await_spare(lab)
+    lab.good(LEDGER)
+    workers = {w.number: w for w in lab.master.workers}
+    ranks = list(lab.master._members.all_ranks().values())
+    run = lab.master.run_cell(ENTRIES, strategy=StrategySpec(name="data_parallel"))
+    timers = []
+    for rank, seconds in moments.items():
+        pid = workers[ranks[rank]].pid
+        assert pid is not None
+        timers.append(threading.Timer(seconds, os.kill, (pid, signal.SIGKILL)))
+        timers[-1].start()
+    result = end(run)
+    for timer in timers:
+        timer.join()
+    for rank in run.ranks:
+        there = [r for r, number in lab.master._members.all_ranks().items() if number == run.ranks[rank]]
+        ledger = lab.pull("ledger", there[0])
+        assert ledger.flatten().tolist() == [6.0] * 203, "each sample once an epoch"
+    return result
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_each_sample_is_trained_once_an_epoch(spared: Lab, seed: int) -> None:
+    dice = random.Random(seed)
+    result = kept_in_a_ledger(spared, {dice.randrange(2): dice.uniform(0.02, 0.3)})
+    assert len(result.deaths) == 1
+    assert len(result.joined) == 1
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(3000)
+def test_100_deaths_are_kept_in_a_ledger(spared: Lab) -> None:
+    dice = random.Random(11)
+    results = [kept_in_a_ledger(spared, {dice.randrange(2): dice.uniform(0.0, 0.45)}) for _ in range(100)]
+    assert sum(len(result.deaths) for result in results) > 50
+    assert sum(len(result.joined) for result in results) > 50
