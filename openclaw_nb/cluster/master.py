@@ -438,6 +438,7 @@ class MasterNode:
                 absent,
                 mender=members if elastic else None,
                 max_retries=self._max_retries,
+                is_stopped=members.is_stopped,
             )
             run.limits = self._limits
             self._run = self.last_run = run

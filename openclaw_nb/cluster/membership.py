@@ -17,6 +17,8 @@ from concurrent.futures import Future, wait
 from dataclasses import asdict
 from typing import Any
 
+import psutil
+
 from openclaw_nb.cluster.devices import Device
 from openclaw_nb.cluster.ipp import Door
 from openclaw_nb.cluster.launch import SET_ENDED, Launch
@@ -432,12 +434,24 @@ class Membership:
 
     def remove(self, number: int) -> None:
         """End a worker, for good."""
-        worker = self.workers[number]
-        worker.removed = True
+        self.workers[number].removed = True
         self._blank.discard(number)
+        self.kill(number)
+
+    def kill(self, number: int) -> None:
+        """End a worker's process."""
+        worker = self.workers[number]
         if worker.alive and worker.pid:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(worker.pid, 9)
+
+    def is_stopped(self, number: int) -> bool:
+        """Return whether a worker's process is stopped (SIGSTOP)."""
+        worker = self.workers[number]
+        try:
+            return worker.pid is not None and psutil.Process(worker.pid).status() == psutil.STATUS_STOPPED
+        except psutil.Error:  # it is gone
+            return False
 
     def _await_warmth(self, worker: Worker) -> None:
         """Wait until a worker would let nobody wait for what it has to import."""

@@ -20,7 +20,16 @@ from typing import Any, Protocol
 
 from openclaw_nb.cluster.changes import Change, Death, Joined, Left, TurnedAway
 from openclaw_nb.core.errors import MismatchError, WorkerDiedError
-from openclaw_nb.plan.release import GiveUp, Limits, Phase, RankView, ReleaseNow, decide, waiting_table
+from openclaw_nb.plan.release import (
+    GiveUp,
+    Limits,
+    Phase,
+    RankView,
+    ReleaseNow,
+    decide,
+    stopped_rank,
+    waiting_table,
+)
 from openclaw_nb.protocol.messages import (
     AtHead,
     Command,
@@ -42,6 +51,7 @@ from openclaw_nb.protocol.messages import (
 
 _TICK_SECONDS = 0.1
 _GRACE_SECONDS = 0.5
+_LOOK_SECONDS = 0.4
 _LATE_BATCH_SECONDS = 2.0
 
 
@@ -53,6 +63,9 @@ class Mender(Protocol):
 
     def remove(self, number: int) -> None:
         """End a worker, for good."""
+
+    def kill(self, number: int) -> None:
+        """End a worker's process."""
 
 
 class Channel(Protocol):
@@ -160,6 +173,8 @@ class CellRun:
         By whom it goes on when workers go or come.
     max_retries : int
         After how many deaths in a row it does, without a step in between.
+    is_stopped : callable
+        Returns whether the process of a worker is stopped (SIGSTOP).
 
     Attributes
     ----------
@@ -177,6 +192,7 @@ class CellRun:
         *,
         mender: Mender | None = None,
         max_retries: int = 0,
+        is_stopped: Callable[[int], bool] = lambda worker: False,
     ) -> None:
         self.run_id = run_id
         self.limits = Limits()
@@ -203,6 +219,8 @@ class CellRun:
         self._at_head: set[int] = set()
         self._entering: set[int] = set()
         self._pause_seconds = 0.0
+        self._is_stopped = is_stopped
+        self._looked_at = 0.0
         self._released_at: float | None = None
         self._cause = ""
         self._interrupted = self._left = False
@@ -309,6 +327,7 @@ class CellRun:
             if all(view.phase is not Phase.RUNNING for view in self._views.values()):
                 self._await_late_batches()
                 break
+            self._look_for_stopped()
             decision = decide(self._views, self._since_release(), self.limits)
             if isinstance(decision, ReleaseNow):
                 self._release(decision.cause)
@@ -341,6 +360,24 @@ class CellRun:
     def _set(self, rank: int, **changes: Any) -> None:
         if self._views[rank].phase is Phase.RUNNING:
             self._views[rank] = replace(self._views[rank], **changes)
+
+    def _look_for_stopped(self) -> None:
+        """Look twice a second whose process is stopped; end one that the others can go on without."""
+        now = time.monotonic()
+        since = now - self._looked_at
+        if since < _LOOK_SECONDS:
+            return
+        self._looked_at = now
+        for rank, worker in self.ranks.items():
+            view = self._views[rank]
+            seconds = (
+                view.stopped_seconds + min(since, 2 * _LOOK_SECONDS) if self._is_stopped(worker) else 0.0
+            )
+            self._set(rank, stopped_seconds=seconds)
+        held = stopped_rank(self._views)
+        if held is not None and self._mender is not None and self._can_go_on(held):
+            self._mender.kill(self.ranks[held])  # it could come back to a group that is gone
+            self._die(held)
 
     # ------------------------------------------------------------------------- workers go and come
 

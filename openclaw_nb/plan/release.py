@@ -20,6 +20,7 @@ from enum import Enum
 ENDED_SECONDS = 1.0
 MISMATCH_SECONDS = 2.0
 DEADLINE_SECONDS = 2.0
+STOPPED_SECONDS = 1.0
 SUB_GROUP = "sub-group"
 
 
@@ -38,7 +39,8 @@ class RankView:
     """What is known of one rank.
 
     ``call`` is the collective that it waits in ("" when it computes), ``group`` and ``number`` tell which
-    one, ``waiting_seconds`` for how long; ``line`` and ``code`` are the cell's line it is at.
+    one, ``waiting_seconds`` for how long; ``line`` and ``code`` are the cell's line it is at. ``stopped_seconds`` is
+    how long its process has been stopped (SIGSTOP).
     """
 
     phase: Phase = Phase.RUNNING
@@ -50,6 +52,7 @@ class RankView:
     code: str = ""
     error: str = ""
     told_after_end_seconds: float = 0.0
+    stopped_seconds: float = 0.0
 
     def located(
         self,
@@ -138,7 +141,7 @@ def decide(
         return KeepWaiting()
     if released_seconds is not None:
         return GiveUp(tuple(running)) if released_seconds > DEADLINE_SECONDS else KeepWaiting()
-    cause = _failure(ranks) or _ended(ranks, running) or _mismatch(running)
+    cause = _failure(ranks) or _stopped(running) or _ended(ranks, running) or _mismatch(running)
     cause = cause or _overdue(running, limits or Limits())
     return ReleaseNow(cause) if cause else KeepWaiting()
 
@@ -150,6 +153,23 @@ def _failure(ranks: Mapping[int, RankView]) -> str:
         if view.phase is Phase.RAISED:
             return f"rank {rank} raised {view.error}"
     return ""
+
+
+def stopped_rank(running: Mapping[int, RankView]) -> int | None:
+    """Return the rank whose process is stopped while another waits, or None."""
+    waiting = {rank for rank, view in running.items() if view.phase is Phase.RUNNING and view.call}
+    for rank, view in running.items():
+        if view.phase is Phase.RUNNING and view.stopped_seconds > STOPPED_SECONDS and waiting - {rank}:
+            return rank
+    return None
+
+
+def _stopped(running: Mapping[int, RankView]) -> str:
+    rank = stopped_rank(running)
+    if rank is None:
+        return ""
+    seconds = running[rank].stopped_seconds
+    return f"the process of rank {rank} is stopped (SIGSTOP), for {seconds:.1f} s, and others wait"
 
 
 def _ended(ranks: Mapping[int, RankView], running: Mapping[int, RankView]) -> str:

@@ -385,6 +385,14 @@ def test_a_cell_that_needs_all_its_workers_keeps_them(resizable: Lab) -> None:
     assert run.wait(HANG_SECONDS) is not None
 
 
+def test_a_worker_that_is_stopped_is_ended_and_a_spare_takes_its_place(spared: Lab) -> None:
+    await_spare(spared)
+    prelude = pace(kill_at=6, victim=1).replace("SIGKILL", "SIGSTOP")
+    result = end(start(spared, LOOPS["plain"], prelude))
+    assert (len(result.deaths), len(result.joined)) == (1, 1), result.notes
+    check(spared, LOOPS["plain"])
+
+
 LEDGER = """
 import time, torch
 from torch import nn

@@ -263,6 +263,24 @@ def test_a_rank_in_native_code_is_named_and_rejoins(lab: Lab) -> None:
     lab.good("dist.barrier()")
 
 
+def test_a_stopped_process_is_named_and_rejoins(pair: Lab) -> None:
+    pair.good("kept = [rank]")
+    run = pair.master.run_cell(
+        "import torch, time\nif rank == 1: time.sleep(600)\ndist.all_reduce(torch.ones(1))"
+    )
+    pid = pair.master.workers[1].pid
+    assert pid is not None
+    time.sleep(0.3)
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        result = finish(run)
+        assert "the process of rank 1 is stopped (SIGSTOP)" in result.cause
+        assert result.busy == (1,)
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    pair.good("assert kept == [rank]\ndist.barrier()")
+
+
 def test_a_worker_that_dies_outside_of_the_cell_is_replaced(pair: Lab) -> None:
     run = pair.master.run_cell("import time\ntime.sleep(1)", targets=[0])
     victim = pair.master.workers[1].pid

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from openclaw_nb.plan.release import (
     DEADLINE_SECONDS,
     ENDED_SECONDS,
     MISMATCH_SECONDS,
+    STOPPED_SECONDS,
     GiveUp,
     KeepWaiting,
     Limits,
@@ -217,3 +219,13 @@ def test_the_table_says_of_each_rank_what_it_does() -> None:
 def test_what_was_told_before_the_end_is_old_news() -> None:
     """The end of rank 0 may be what rank 1 waited for: only what it tells afterwards counts."""
     assert decide(views(DONE, waits(9.0, told_after_end_seconds=0.3)), None) == KeepWaiting()
+
+
+def test_a_stopped_process_is_a_cause_when_another_rank_waits() -> None:
+    long, short = RankView(stopped_seconds=STOPPED_SECONDS + 0.1), RankView(stopped_seconds=STOPPED_SECONDS)
+    decision = decide(views(waits(0.2), long), None)
+    assert isinstance(decision, ReleaseNow)
+    assert "the process of rank 1 is stopped (SIGSTOP), for 1.1 s" in decision.cause
+    assert decide(views(waits(0.2), short), None) == KeepWaiting()
+    assert decide(views(COMPUTES, long), None) == KeepWaiting()
+    assert decide(views(replace(waits(0.2), stopped_seconds=9.0), COMPUTES), None) == KeepWaiting()
