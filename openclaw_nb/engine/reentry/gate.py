@@ -145,7 +145,12 @@ class Gate:
             self._continuity.change(lambda: self._pack(number))
         elif answer.leaves:
             self._continuity.change(None)
-        self._parcel = None
+        self._drop_parcel()
+
+    def _drop_parcel(self) -> None:
+        if self._parcel is not None:
+            self._parcel[1].close()
+            self._parcel = None
 
     def _answer(self, number: int) -> _Answer:
         """Return what is to be done at a head; the first rank's answer counts."""
@@ -192,6 +197,7 @@ class Gate:
 
     def _pack(self, number: int) -> Parcel:
         if self._parcel is None or self._parcel[0] != number:
+            self._drop_parcel()
             places = self.loops.places(program.path_to(self._tree, number))
             with self.strategy.plain():
                 entry = _Entry(number, places, randomness.capture([]), self.strategy.export_state())
@@ -211,13 +217,16 @@ class Gate:
         OpenClawError
             When what was given cannot be taken here.
         """
-        parcel: Parcel = self._continuity.enter()
+        state = self._continuity.enter(self._take)
+        self._keep_generators()
+        return state
+
+    def _take(self, parcel: Parcel) -> Any:
         try:
-            entry: _Entry = unpack(parcel.data, self._namespace)
+            entry: _Entry = unpack(parcel, self._namespace)
         except Exception as error:
             raise OpenClawError(f"The variables could not be taken over: {error}") from error
         self._entry = entry
-        self._keep_generators()
         if parcel.left:
             listed = ", ".join(f"`{name}` ({reason})" for name, reason in parcel.left.items())
             self._notes.append(f"what a new worker could not be sent: {listed}")

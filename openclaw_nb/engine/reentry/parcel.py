@@ -4,14 +4,15 @@
                      └────> `unpack` into the other namespace, which becomes that of the functions among them
 
 Tensors go through ``torch.save``, which keeps what they share. Modules travel by name, classes and functions of the
-notebook by value (cloudpickle).
+notebook by value (cloudpickle). The pickle is in memory of the host that has no name (memfd): another process of the
+same user reads it while the parcel is open, and nothing is left of it whatever happens.
 
 Knows pickles; does not know cells or ranks.
 """
 
 from __future__ import annotations
 
-import io
+import os
 import pickle
 import re
 from collections.abc import Mapping
@@ -33,14 +34,18 @@ class Parcel:
 
     Attributes
     ----------
-    data : bytes
-        The pickle.
+    path : str
+        Where the pickle can be read as long as the parcel is open.
     left : dict of str to str
         Names that cannot travel, with their type and the reason.
     """
 
-    data: bytes
+    path: str
     left: dict[str, str] = field(default_factory=dict)
+
+    def close(self) -> None:
+        """Let go of the memory."""
+        os.close(int(self.path.rpartition("/")[2]))
 
 
 def pack(namespace: Mapping[str, Any], hidden: Mapping[str, Any], extra: Any = None) -> Parcel:
@@ -62,36 +67,36 @@ def pack(namespace: Mapping[str, Any], hidden: Mapping[str, Any], extra: Any = N
     """
     names = {n: v for n, v in namespace.items() if n not in hidden and not _HISTORY.fullmatch(n)}
     try:
-        return Parcel(_dumps((names, extra), namespace))
+        return Parcel(_write((names, extra), namespace))
     except Exception:  # noqa: BLE001 - any object's own pickling may raise anything; looked into below
         left = _those_that_stay(names, namespace)
     kept = {name: value for name, value in names.items() if name not in left}
-    return Parcel(_dumps((kept, extra), namespace), left)
+    return Parcel(_write((kept, extra), namespace), left)
 
 
 def _those_that_stay(names: Mapping[str, Any], namespace: Mapping[str, Any]) -> dict[str, str]:
     left = {}
     for name, value in names.items():
         try:
-            _dumps(value, namespace)
+            os.close(int(_write(value, namespace).rpartition("/")[2]))
         except Exception as error:  # noqa: BLE001 - told to the person
             reason = str(error).partition("\n")[0]
             left[name] = f"{type(value).__name__}: {reason}"
     return left
 
 
-def unpack(data: bytes, namespace: dict[str, Any]) -> Any:
+def unpack(parcel: Parcel, namespace: dict[str, Any]) -> Any:
     """Take the names of a parcel into a namespace; return its ``extra``."""
     token = _unpacked_into.set(namespace)
     try:
-        names, extra = torch.load(io.BytesIO(data), weights_only=False)
+        names, extra = torch.load(parcel.path, weights_only=False)
     finally:
         _unpacked_into.reset(token)
     namespace.update(names)
     return extra
 
 
-def _dumps(value: Any, namespace: Mapping[str, Any]) -> bytes:
+def _write(value: Any, namespace: Mapping[str, Any]) -> str:
     class Pickler(cloudpickle.Pickler):  # type: ignore[misc] # untyped
         """Sends functions of the namespace to the namespace where they are unpacked."""
 
@@ -103,9 +108,18 @@ def _dumps(value: Any, namespace: Mapping[str, Any]) -> bytes:
         """What ``torch.save`` takes for a pickle module."""
 
     Pickling.Pickler = Pickler  # type: ignore[attr-defined]
-    buffer = io.BytesIO()
-    torch.save(value, buffer, pickle_module=Pickling, pickle_protocol=pickle.HIGHEST_PROTOCOL)
-    return buffer.getvalue()
+    descriptor = os.memfd_create("openclaw-parcel", os.MFD_CLOEXEC)
+    path = f"/proc/{os.getpid()}/fd/{descriptor}"
+    checks = torch.serialization.get_crc32_options()
+    torch.serialization.set_crc32_options(False)  # it goes from memory to memory
+    try:
+        torch.save(value, path, pickle_module=Pickling, pickle_protocol=pickle.HIGHEST_PROTOCOL)
+    except BaseException:
+        os.close(descriptor)
+        raise
+    finally:
+        torch.serialization.set_crc32_options(checks)
+    return path
 
 
 class _Home:

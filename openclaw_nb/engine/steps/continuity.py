@@ -88,6 +88,7 @@ class Continuity:
         self.renew: Callable[[], None] = lambda: None
         self._done = self.num_steps = 0
         self._given: Any = None
+        self._take: Callable[[Any], Any] = lambda given: given
         self._outcome: Callable[[], Any] = lambda: None
 
     @property
@@ -161,8 +162,13 @@ class Continuity:
         self._regrouper.arrive(lets_in=give is not None)
         self._go_on(self._regrouper, ReleasedError("the cell was ended while its ranks changed"), give)
 
-    def enter(self) -> Any:
-        """Return what a rank has given to this newcomer; its first group stands.
+    def enter(self, take: Callable[[Any], Any]) -> Any:
+        """Return what this newcomer makes of what a rank has given to it; its first group stands.
+
+        Parameters
+        ----------
+        take : callable
+            Takes what was given. The others wait until it has.
 
         Raises
         ------
@@ -171,14 +177,14 @@ class Continuity:
         """
         regrouper = self._regrouper
         assert regrouper is not None
-        self._done = _NEW
+        self._done, self._take = _NEW, take
         is_joined = True
         while is_joined or regrouper.wait():
             try:
                 if not is_joined:
                     regrouper.join(self._ranks)
                 is_joined = False
-                self._meet(lambda: self._given)  # after a death it may be the one to give
+                self._meet(None)
                 return self._given
             except (OpenClawError, RuntimeError) as error:
                 if not _is_end_of_group(error):
@@ -208,7 +214,8 @@ class Continuity:
 
     def _meet(self, give: Callable[[], Any] | None) -> Missed | None:
         """Compare what is done, and give newcomers what they need; every rank of the new group is here."""
-        rows = self._ranks.gather(torch.tensor([self._done])).flatten().tolist()
+        told = self._ranks.gather(torch.tensor([self._done, int(give is not None)]))
+        rows, givers = told[:, 0].tolist(), told[:, 1].tolist()
         most, least = max(rows), min(row for row in rows if row != _NEW)
         missed = None
         if least < most:
@@ -217,18 +224,20 @@ class Continuity:
             value = self._ranks.broadcast(mine, source=ahead)
             missed = Missed(value) if least <= self._done < most else None
         if _NEW in rows:
-            self._introduce(rows.index(least), give)
+            if 1 not in givers:
+                raise OpenClawError("Newcomers came, and all who could have let them in are gone.")
+            self._introduce(givers.index(1), give)
         return missed
 
     def _introduce(self, source: int, give: Callable[[], Any] | None) -> None:
         """Give newcomers what they need. Nobody goes on before all have it."""
         mine = None
-        if self._ranks.rank == source:
-            assert give is not None, "newcomers come only to where the others let them in"
+        if self._ranks.rank == source and give is not None:
             mine = give(), self._done, self.num_steps
-        given = self._ranks.broadcast(mine, source=source)
+        given, done, num_steps = self._ranks.broadcast(mine, source=source)
         if self._done == _NEW:
-            self._given, self._done, self.num_steps = given
+            self._given = self._take(given)
+            self._done, self.num_steps = done, num_steps
         self._ranks.gather(torch.zeros(1))
 
 

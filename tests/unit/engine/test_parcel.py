@@ -47,7 +47,8 @@ def sent(source: str, extra: str = "None") -> tuple[dict[str, Any], dict[str, An
     exec(source, first)
     parcel = pack(first, {"__name__": 0, "__builtins__": 0, "own": 0}, eval(extra, first))
     second: dict[str, Any] = {"__name__": "__main__"}
-    extra_value = unpack(parcel.data, second)
+    extra_value = unpack(parcel, second)
+    parcel.close()
     return first, second, parcel.left, extra_value
 
 
