@@ -37,7 +37,6 @@ _KEY = "openclaw"
 _HEARTBEAT_MILLISECONDS = 200
 _HEARTBEAT_MISSES = 25
 _CONNECT_SECONDS = 30.0
-_WATCH_MILLISECONDS = 500
 _ENGINE = [sys.executable, "-m", "openclaw_nb.engine"]
 _WAIT_FOR_CONTROLLER = f"--IPEngine.wait_for_url_file={_CONNECT_SECONDS}"
 
@@ -347,10 +346,13 @@ class _ControllerWatch:
 
     def __init__(self, processes: Sequence[tuple[int, float]], on_lost: Callable[[int], None]) -> None:
         self._on_lost = on_lost
+        self._lock = threading.Lock()
         self._closing = threading.Event()
         self._poll = select.poll()
         self._pids: dict[int, int] = {}
         self._ended: int | None = None
+        self._wake = os.eventfd(0)  # so that `close` does not wait for a time to run out
+        self._poll.register(self._wake, select.POLLIN)
         for pid, started in processes:
             self._follow(pid, started)
         self._thread = threading.Thread(target=self._work, name="openclaw-controller", daemon=True)
@@ -369,17 +371,24 @@ class _ControllerWatch:
 
     def _work(self) -> None:
         while self._ended is None and not self._closing.is_set():
-            if ended := self._poll.poll(_WATCH_MILLISECONDS):
-                self._ended = self._pids[ended[0][0]]
+            ended = [
+                self._pids[descriptor] for descriptor, _ in self._poll.poll() if descriptor in self._pids
+            ]
+            self._ended = next(iter(ended), None)
         if self._ended is not None and not self._closing.is_set():
             self._on_lost(self._ended)
         for descriptor in self._pids:
             os.close(descriptor)
 
     def close(self) -> None:
-        self._closing.set()
+        with self._lock:
+            if self._closing.is_set():
+                return
+            self._closing.set()
+        os.eventfd_write(self._wake, 1)
         if self._thread is not threading.current_thread():
             self._thread.join(2)
+        os.close(self._wake)
 
 
 def _with_children(pid: int) -> list[tuple[int, float]]:

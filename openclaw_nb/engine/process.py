@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import gc
 import os
 import sys
 
@@ -25,6 +27,8 @@ def main() -> None:
         take_place(place)
         # ipyparallel's own flag would import mpi4py into every engine, with its defaults.
         arguments = [word for word in arguments if word != "--mpi"] + [f"--IPEngine.id={place.number}"]
+    # Else the last collections of the interpreter walk through all of torch: most of a second of a core, each worker.
+    atexit.register(gc.freeze)
     preload.start()
     # ipyparallel 9 has no option for the kernel's class; it looks the name up in this module.
     engine_app.Kernel = WorkerKernel

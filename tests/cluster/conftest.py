@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import signal
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +14,7 @@ import torch
 
 from openclaw_nb.cluster.devices import Device
 from openclaw_nb.cluster.master import MasterNode
+from openclaw_nb.cluster.ownership import create_time
 from openclaw_nb.cluster.run import RunResult
 from openclaw_nb.protocol.messages import StrategySpec
 
@@ -20,6 +23,17 @@ HANG_SECONDS = 60
 
 def cpu_devices(count: int) -> list[Device]:
     return [Device(f"CPU-{i}", "cpu", i, "test core") for i in range(count)]
+
+
+def kill(pid: int) -> None:
+    """Kill a process and wait until it is gone: on a busy machine it lives for a while after it was told to end."""
+    started = create_time(pid)
+    assert started is not None
+    os.kill(pid, signal.SIGKILL)
+    deadline = time.monotonic() + HANG_SECONDS
+    while create_time(pid) == started:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
 @dataclass

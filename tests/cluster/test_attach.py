@@ -1,10 +1,13 @@
-"""A cluster changes hands: from one process to another, by detaching, or because its owner was killed."""
+"""A cluster changes hands: from one process to another, by detaching, or because its owner was killed.
+
+One cluster waits for an owner in most tests, and waits again when they end; those that end a cluster, or are about the
+process that has started it, have one of their own.
+"""
 
 from __future__ import annotations
 
-import json
-import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -12,9 +15,11 @@ import textwrap
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from openclaw_nb.cluster import membership
 from openclaw_nb.cluster.adopted import AdoptedRun
 from openclaw_nb.cluster.devices import Device
 from openclaw_nb.cluster.files import read_notes
@@ -34,6 +39,8 @@ from openclaw_nb.notebook.panel import Panel
 from openclaw_nb.notebook.tables import status_table
 from openclaw_nb.session import current_session
 
+from .conftest import kill
+
 pytestmark = pytest.mark.cluster
 
 HANG_SECONDS = 60.0
@@ -48,9 +55,14 @@ master.start_workers([Device(f"CPU-{{i}}", "cpu", i, "") for i in range(2)])
 master.run_cell("x = [rank + 41]").wait()
 {then}
 """
+NEXT_OWNER = """
+from openclaw_nb.cluster.master import MasterNode
+master = MasterNode.attach(lease_seconds={lease})
+{then}
+"""
 DETACH = "master.detach()"
+KILL = "import os; os.kill(os.getpid(), 9)"
 WAIT = "print(flush=True)\nimport time; time.sleep(600)"
-RUN = 'master.run_cell("import time\\nfor second in range(600): time.sleep(0.1)")\n' + DETACH
 
 
 @pytest.fixture
@@ -62,9 +74,37 @@ def runtime(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         end_processes(note["cluster_id"], grace_seconds=0)
 
 
-def own(then: str, lease: float = 0.0, *, killed: bool = False) -> subprocess.Popen[bytes]:
+@pytest.fixture(scope="module")
+def shared_runtime(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """The directory of the cluster that tests share; in the end it is stopped, and nothing is left."""
+    path = tmp_path_factory.mktemp("shared")
+    yield path
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OPENCLAW_RUNTIME_DIR", str(path))
+        for note in read_notes():
+            assert current_session().stop(note["name"]) > 0
+            assert processes_of(note["cluster_id"]) == []
+        assert list(path.iterdir()) == []
+
+
+@pytest.fixture
+def waiting(shared_runtime: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The directory of a cluster that waits for an owner, and whose workers hold an ``x``; it must be left so."""
+    monkeypatch.setenv("OPENCLAW_RUNTIME_DIR", str(shared_runtime))
+    if not read_notes():
+        own(DETACH)
+    yield shared_runtime
+    for note in read_notes():
+        if not (note["detached"] and note["runs"]):  # the test has failed; the next one must not
+            end_processes(note["cluster_id"], grace_seconds=0)
+            shutil.rmtree(note["directory"])
+
+
+def own(
+    then: str, lease: float = 0.0, *, killed: bool = False, script: str = OWNER
+) -> subprocess.Popen[bytes]:
     """Let another process start a cluster, and wait until it has ended or printed a line."""
-    script = textwrap.dedent(OWNER).format(lease=lease, then=then)
+    script = textwrap.dedent(script).format(lease=lease, then=then)
     process = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE)
     assert process.stdout is not None
     line = process.stdout.readline()
@@ -72,9 +112,14 @@ def own(then: str, lease: float = 0.0, *, killed: bool = False) -> subprocess.Po
     if then is WAIT and line:
         return process
     assert process.wait(HANG_SECONDS) == (-signal.SIGKILL if killed else 0), (
-        "the owner could not start its cluster"
+        "the owner could not do what it was told to"
     )
     return process
+
+
+def take_over(then: str, lease: float = 0.0, *, killed: bool = False) -> None:
+    """Let another process attach to the cluster that waits, and wait until it has ended."""
+    own(then, lease, killed=killed, script=NEXT_OWNER)
 
 
 def until(condition: Callable[[], bool]) -> None:
@@ -84,8 +129,8 @@ def until(condition: Callable[[], bool]) -> None:
         time.sleep(0.05)
 
 
-def check_works(master: MasterNode) -> None:
-    """The variables are there, the group works, and in the end nothing is left."""
+def check_whole(master: MasterNode) -> None:
+    """The variables are there, and the group works."""
     assert [master.pull(["x"], rank)["x"] for rank in range(2)] == [[41], [42]]
     result = master.run_cell(
         "import torch\nt = torch.tensor([x[0]])\ndist.all_reduce(t)\ntotal = t.item()"
@@ -93,26 +138,42 @@ def check_works(master: MasterNode) -> None:
     assert result is not None
     assert result.ok
     assert master.pull(["total"])["total"] == 83
+    assert master.run_cell("del total").wait(60).ok  # type: ignore[union-attr]
     assert all(worker.pid for worker in master.workers)
+
+
+def check_and_leave(master: MasterNode) -> None:
+    """It is whole, and waits for an owner again."""
+    check_whole(master)
+    master.detach()
+    (note,) = read_notes()
+    assert (note["detached"], note["runs"]) == (True, True)
+
+
+def check_works(master: MasterNode) -> None:
+    """It is whole, and in the end nothing is left."""
+    check_whole(master)
     cluster_id = master.cluster_id
     assert master.stop() > 0
     assert processes_of(cluster_id) == []
     assert read_notes() == []
 
 
-def test_a_detached_cluster_is_taken_up(runtime: Path) -> None:
-    own(DETACH)
+def test_a_detached_cluster_is_taken_up(waiting: Path) -> None:
     (note,) = read_notes()
     assert (note["detached"], note["runs"]) == (True, True)
     with pytest.raises(AlreadyStartedError, match="attach shared"):
         MasterNode(name="shared").start()
-    check_works(MasterNode.attach())
+    check_and_leave(MasterNode.attach())
 
 
-def test_a_cluster_waits_for_its_lease_when_its_owner_is_killed(runtime: Path) -> None:
+def test_a_cluster_belongs_to_its_owner_and_waits_for_its_lease_when_that_is_killed(runtime: Path) -> None:
     owner = own(WAIT, lease=60.0)
     with pytest.raises(AlreadyStartedError, match=f"belongs to process {owner.pid}"):
         MasterNode.attach("shared")
+    with pytest.raises(AlreadyStartedError, match=f"belongs to process {owner.pid}"):
+        current_session().stop("shared")
+    assert read_notes()[0]["runs"]
     owner.send_signal(signal.SIGKILL)
     owner.wait(HANG_SECONDS)
     check_works(MasterNode.attach("shared"))
@@ -122,7 +183,7 @@ LEAVER = """
 from openclaw_nb.session import OpenClawCluster
 cluster = OpenClawCluster(workers=2, name="shared", lease_seconds={lease}, oversubscribe=True).start()
 cluster.run_cell("x = [rank + 41]").wait()
-run = cluster.run_cell("import time; time.sleep(3); print('slept')")
+run = cluster.run_cell("import time; time.sleep(1.5); print('slept')")
 """
 
 
@@ -153,23 +214,15 @@ def test_a_cluster_that_nobody_claims_ends_with_its_lease(runtime: Path) -> None
     until(lambda: not read_notes())
 
 
-def test_the_new_owner_is_watched_over_as_the_first_was(runtime: Path) -> None:
-    own(DETACH)
-    (note,) = read_notes()
-    script = "from openclaw_nb.cluster.master import MasterNode\nMasterNode.attach()\nimport os; os._exit(1)"
-    assert subprocess.run([sys.executable, "-c", script], timeout=HANG_SECONDS).returncode == 1
-    until(lambda: not processes_of(note["cluster_id"]))
-
-
-def test_a_cell_that_still_runs_can_be_stopped(runtime: Path) -> None:
-    own(RUN)
+def test_a_cell_that_still_runs_can_be_stopped(waiting: Path) -> None:
+    take_over('master.run_cell("import time\\nfor second in range(600): time.sleep(0.1)")\n' + DETACH)
     master = MasterNode.attach()
     with pytest.raises(ClusterError, match="A cell is running on the workers"):
         master.run_cell("1")
     assert master.interrupt()
     until(lambda: not any(worker.busy_with for worker in master.workers))
-    assert 0 < master.pull(["second"])["second"] < 599
-    check_works(master)
+    assert 0 <= master.pull(["second"])["second"] < 599
+    check_and_leave(master)
 
 
 def training(then: str) -> str:
@@ -215,8 +268,8 @@ def shown(run: CellRun) -> dict[int, list[str]]:
 
 
 @pytest.mark.parametrize("killed", [False, True], ids=["detached", "killed"])
-def test_a_cell_that_runs_is_followed_to_its_end(runtime: Path, killed: bool) -> None:
-    own(training("import os; os.kill(os.getpid(), 9)" if killed else DETACH), lease=60.0, killed=killed)
+def test_a_cell_that_runs_is_followed_to_its_end(waiting: Path, killed: bool) -> None:
+    take_over(training(KILL if killed else DETACH), lease=60.0, killed=killed)
     time.sleep(0.5)  # nobody listens meanwhile
     monitor = Monitor()
     master = MasterNode.attach(listener=monitor.take)
@@ -240,7 +293,7 @@ def test_a_cell_that_runs_is_followed_to_its_end(runtime: Path, killed: bool) ->
     first, second = (worker.mean_rate for worker in found.workers)
     assert first == pytest.approx(second, rel=0.1)  # they make the same steps
     assert found.mean_rate == pytest.approx(first + second, rel=0.1)
-    check_works(master)
+    check_and_leave(master)
 
 
 history = RunHistory(
@@ -249,8 +302,8 @@ history = RunHistory(
 )  # fmt: skip
 
 
-def test_a_cell_that_runs_is_interrupted_as_ones_own(runtime: Path) -> None:
-    own(training(DETACH))
+def test_a_cell_that_runs_is_interrupted_as_ones_own(waiting: Path) -> None:
+    take_over(training(DETACH))
     master = MasterNode.attach()
     run = master.last_run
     assert run is not None
@@ -260,15 +313,15 @@ def test_a_cell_that_runs_is_interrupted_as_ones_own(runtime: Path) -> None:
     assert result is not None
     assert result.interrupted
     assert 0 <= master.pull(["epoch"])["epoch"] < 9
-    check_works(master)
+    check_and_leave(master)
 
 
 @pytest.mark.parametrize("fails", [False, True], ids=["well", "badly"])
-def test_a_cell_that_ended_meanwhile_says_how(runtime: Path, fails: bool) -> None:
+def test_a_cell_that_ended_meanwhile_says_how(waiting: Path, fails: bool) -> None:
     end = "raise ValueError('at the end')" if fails else "print('the end')"
     source = f"import time; time.sleep(1.5)\n{end}"
-    own(f"master.run_cell({source!r})\nimport time; time.sleep(0.5)\n{DETACH}")
-    time.sleep(2.5)
+    take_over(f"master.run_cell({source!r})\nimport time; time.sleep(0.5)\n{DETACH}")
+    time.sleep(2)  # nobody listens when it ends
     master = MasterNode.attach()
     run = master.last_run
     assert run is not None
@@ -281,14 +334,14 @@ def test_a_cell_that_ended_meanwhile_says_how(runtime: Path, fails: bool) -> Non
         assert "at the end" in "".join(result.failures[0].traceback)
     else:
         assert shown(run) == {0: ["the end"], 1: ["the end"]}
-    check_works(master)
+    check_and_leave(master)
 
 
-def test_a_rank_that_died_meanwhile_releases_the_others(runtime: Path) -> None:
+def test_a_rank_that_died_meanwhile_releases_the_others(waiting: Path) -> None:
     source = "import time, torch\nif rank == 0: dist.all_reduce(torch.ones(1))\nelse: time.sleep(600)"
-    own(f"master.run_cell({source!r})\nimport time; time.sleep(1)\n{DETACH}")
-    second = [p for p in processes_of(read_notes()[0]["cluster_id"]) if "IPEngine.id=1" in p.command]
-    os.kill(second[0].pid, signal.SIGKILL)
+    take_over(f"master.run_cell({source!r})\nimport time; time.sleep(1)\n{DETACH}")
+    (second,) = [p for p in processes_of(read_notes()[0]["cluster_id"]) if "IPEngine.id=1" in p.command]
+    kill(second.pid)
     time.sleep(1)
     master = MasterNode.attach()
     run = master.last_run
@@ -299,33 +352,43 @@ def test_a_rank_that_died_meanwhile_releases_the_others(runtime: Path) -> None:
     assert result.failures[0].consequence
     assert master.run_cell("assert world_size == 2").wait(HANG_SECONDS).ok  # type: ignore[union-attr]
     assert master.pull(["x"])["x"] == [41]
-    master.stop()
+    renew(master)
 
 
-def test_a_worker_in_native_code_answers_late(runtime: Path) -> None:
+def test_a_worker_in_native_code_answers_late(waiting: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    silent: list[int] = []
+    records = membership.Membership.records
+
+    def looked_at(members: membership.Membership) -> Any:
+        silent.extend(worker.number for worker in members.silent)
+        return records(members)
+
+    monkeypatch.setattr(membership, "_ANSWER_SECONDS", 1.0)
+    monkeypatch.setattr(membership.Membership, "records", looked_at)
     source = (
-        "if rank == 1:\n    import ctypes\n    ctypes.PyDLL(None).sleep(9)"  # holds the interpreter's lock
+        "if rank == 1:\n    import ctypes\n    ctypes.PyDLL(None).sleep(4)"  # holds the interpreter's lock
     )
-    own(f"master.run_cell({source!r})\nimport time; time.sleep(1)\n{DETACH}")
+    take_over(f"master.run_cell({source!r})\nimport time; time.sleep(0.5)\n{DETACH}")
     master = MasterNode.attach()
+    assert silent == [1]
     run = master.last_run
     assert run is not None
     result = run.wait(HANG_SECONDS)
     assert result is not None
     assert result.ok
-    check_works(master)
+    check_and_leave(master)
 
 
-def test_a_forming_that_its_owner_did_not_live_to_end(runtime: Path) -> None:
+def test_a_forming_that_its_owner_did_not_live_to_end(waiting: Path) -> None:
     """Worker 0 waits in a rendezvous that worker 1 was never asked to."""
-    own(
+    take_over(
         "members = master._members; members.epoch += 1\n"
         "members.door.request(0, members._form_command(0, list(members.workers)))\n"
         "import os, time; time.sleep(0.5); os.kill(os.getpid(), 9)",
         lease=60.0,
         killed=True,
     )
-    check_works(MasterNode.attach())
+    check_and_leave(MasterNode.attach())
 
 
 def controllers(cluster_id: str) -> list[int]:
@@ -340,13 +403,19 @@ def started() -> MasterNode:
     return master
 
 
+def renew(master: MasterNode) -> None:
+    """Give a worker that is new what the others hold, and leave a cluster as it was found."""
+    assert master.run_cell("x = [rank + 41]").wait(HANG_SECONDS).ok  # type: ignore[union-attr]
+    check_and_leave(master)
+
+
 @pytest.mark.parametrize("which", [0, -1], ids=["hub", "scheduler"])
 def test_the_end_of_the_controller_is_told(runtime: Path, which: int) -> None:
     master = started()
     pid = sorted(controllers(master.cluster_id))[which]
     run = master.run_cell("import time; time.sleep(600)")
     time.sleep(0.5)
-    os.kill(pid, signal.SIGKILL)
+    kill(pid)
     before = time.monotonic()
     result = run.wait(HANG_SECONDS)
     assert time.monotonic() - before < 10
@@ -368,10 +437,10 @@ def test_the_end_of_the_controller_is_told(runtime: Path, which: int) -> None:
 
 
 def test_a_cluster_without_its_controller_is_ended_by_name(runtime: Path) -> None:
-    own(DETACH)
+    started().detach()
     (note,) = read_notes()
-    for pid in controllers(note["cluster_id"]):
-        os.kill(pid, signal.SIGKILL)
+    for pid in reversed(controllers(note["cluster_id"])):  # the hub last: it would end the others
+        kill(pid)
     with pytest.raises(StartError, match=r"controller is gone .*%openclaw stop shared ends them"):
         MasterNode.attach()
     with pytest.raises(AlreadyStartedError):
@@ -381,16 +450,7 @@ def test_a_cluster_without_its_controller_is_ended_by_name(runtime: Path) -> Non
     assert current_session().stop("shared") >= 2
     assert processes_of(note["cluster_id"]) == []
     assert read_notes() == []
-    started().stop()
-
-
-def test_a_cluster_that_has_an_owner_is_not_ended_by_name(runtime: Path) -> None:
-    owner = own(WAIT)
-    with pytest.raises(AlreadyStartedError, match=f"belongs to process {owner.pid}"):
-        current_session().stop("shared")
-    assert read_notes()[0]["runs"]
-    owner.kill()
-    owner.wait(HANG_SECONDS)
+    assert MasterNode(name="shared").start().stop() > 0
 
 
 CLAIM = """
@@ -410,8 +470,7 @@ else:
 """
 
 
-def test_of_two_that_attach_at_once_one_wins(runtime: Path) -> None:
-    own(DETACH)
+def test_of_two_that_attach_at_once_one_wins(waiting: Path) -> None:
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     claimants = [subprocess.Popen([sys.executable, "-c", CLAIM], **pipes) for _ in range(2)]  # type: ignore[call-overload]
     for claimant in claimants:
@@ -425,12 +484,11 @@ def test_of_two_that_attach_at_once_one_wins(runtime: Path) -> None:
     assert said.count("mine\n") == 1
     (other,) = [line for line in said if line != "mine\n"]
     assert "AlreadyStartedError" in other or "No cluster waits for an owner" in other
-    check_works(MasterNode.attach())
+    check_and_leave(MasterNode.attach())
 
 
 @pytest.mark.parametrize("seconds", [0.0, 0.05, 0.2, 0.6])
-def test_a_process_killed_while_it_attaches_leaves_the_cluster(runtime: Path, seconds: float) -> None:
-    own(DETACH)
+def test_a_process_killed_while_it_attaches_leaves_the_cluster(waiting: Path, seconds: float) -> None:
     claimant = subprocess.Popen(
         [sys.executable, "-c", CLAIM.replace("attach()", "attach(lease_seconds=60)")],
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
@@ -443,15 +501,14 @@ def test_a_process_killed_while_it_attaches_leaves_the_cluster(runtime: Path, se
     time.sleep(seconds)
     claimant.kill()
     claimant.communicate()
-    check_works(MasterNode.attach())
+    check_and_leave(MasterNode.attach())
 
 
-def test_a_worker_that_died_meanwhile_is_replaced(runtime: Path) -> None:
-    own(DETACH)
+def test_a_worker_that_died_meanwhile_is_replaced(waiting: Path) -> None:
     first, *_ = (
         p.pid for p in processes_of(read_notes()[0]["cluster_id"]) if "openclaw_nb.engine" in p.command
     )
-    os.kill(first, signal.SIGKILL)
+    kill(first)
     master = MasterNode.attach()
     result = master.run_cell(
         "import torch\nt = torch.ones(1)\ndist.all_reduce(t)\nassert t.item() == 2"
@@ -459,17 +516,16 @@ def test_a_worker_that_died_meanwhile_is_replaced(runtime: Path) -> None:
     assert result is not None
     assert result.ok
     assert any("new process" in note for note in master.take_notes())
-    master.stop()
+    renew(master)
 
 
-def test_an_owner_that_is_killed_while_it_detaches_leaves_the_cluster(runtime: Path) -> None:
+def test_an_owner_that_is_killed_while_it_detaches_leaves_the_cluster(waiting: Path) -> None:
     """From the moment in which the guardian is let go, whatever is still to be done."""
-    own("master._guardian.detach(); import os; os.kill(os.getpid(), 9)", killed=True)
-    check_works(MasterNode.attach())
+    take_over(f"master._guardian.detach(); {KILL}", killed=True)
+    check_and_leave(MasterNode.attach())
 
 
-def test_a_run_that_is_followed_ends_when_its_cluster_is_left(runtime: Path) -> None:
-    own(DETACH)
+def test_a_run_that_is_followed_ends_when_its_cluster_is_left(waiting: Path) -> None:
     master = MasterNode.attach()
     run = master.run_cell("import time\nfor second in range(600): time.sleep(0.1)")
     until(lambda: bool(run.who_waits_where()))
@@ -482,18 +538,17 @@ def test_a_run_that_is_followed_ends_when_its_cluster_is_left(runtime: Path) -> 
     until(lambda: all(worker.busy_with for worker in master.workers))
     assert master.interrupt()
     until(lambda: not any(worker.busy_with for worker in master.workers))
-    check_works(master)
+    check_and_leave(master)
 
 
-def test_an_attach_that_fails_can_be_tried_again(runtime: Path) -> None:
-    own(DETACH)
-    state = runtime / "shared" / "state.json"
+def test_an_attach_that_fails_can_be_tried_again(waiting: Path) -> None:
+    state = waiting / "shared" / "state.json"
     kept = state.read_text()
     state.unlink()
     with pytest.raises(UsageError, match="never started to its end"):
         MasterNode.attach()
     state.write_text(kept)
-    files = runtime / "shared" / "security" / "cluster-shared.json"
+    files = waiting / "shared" / "security" / "cluster-shared.json"
     cluster = files.read_text()
     files.unlink()
     with pytest.raises(StartError, match="controller is gone"):
@@ -501,19 +556,24 @@ def test_an_attach_that_fails_can_be_tried_again(runtime: Path) -> None:
     (note,) = read_notes()
     assert (note["detached"], note["runs"]) == (True, True)
     files.write_text(cluster)
-    check_works(MasterNode.attach())
+    check_and_leave(MasterNode.attach())
 
 
 def test_what_cannot_be_attached_says_why(runtime: Path) -> None:
     with pytest.raises(UsageError, match="No cluster waits for an owner"):
         MasterNode.attach()
-    own(DETACH)
+
+
+def test_a_name_that_is_misspelt_is_told(waiting: Path) -> None:
     with pytest.raises(UnknownNameError, match="Did you mean 'shared'"):
         MasterNode.attach("shred")
-    path = runtime / "shared" / "openclaw-cluster.json"
-    note = json.loads(path.read_text())
-    path.write_text(json.dumps({**note, "version": "0.0.1"}))
-    with pytest.raises(UsageError, match=r"started by version 0\.0\.1"):
-        MasterNode.attach()
-    path.write_text(json.dumps(note))
-    MasterNode.attach().stop()
+    check_and_leave(MasterNode.attach())
+
+
+def test_the_new_owner_is_watched_over_as_the_first_was(waiting: Path) -> None:
+    """Stands last: it ends the cluster that the others share."""
+    (note,) = read_notes()
+    script = "from openclaw_nb.cluster.master import MasterNode\nMasterNode.attach()\nimport os; os._exit(1)"
+    assert subprocess.run([sys.executable, "-c", script], timeout=HANG_SECONDS).returncode == 1
+    until(lambda: not processes_of(note["cluster_id"]))
+    until(lambda: not read_notes())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -23,9 +24,21 @@ from openclaw_nb.cluster.ownership import create_time, processes_of
 from openclaw_nb.core.errors import AlreadyStartedError, StartError, UsageError
 from openclaw_nb.session import current_session
 
-from .test_attach import DETACH, HANG_SECONDS, check_works, controllers, own, runtime, until
+from .conftest import kill
+from .test_attach import (
+    HANG_SECONDS,
+    KILL,
+    check_and_leave,
+    controllers,
+    own,
+    runtime,
+    shared_runtime,
+    started,
+    until,
+    waiting,
+)
 
-__all__ = ["runtime"]
+__all__ = ["runtime", "shared_runtime", "waiting"]
 
 pytestmark = pytest.mark.cluster
 
@@ -55,37 +68,35 @@ time.sleep(600)
 
 @pytest.mark.parametrize("moment", MOMENTS)
 def test_a_process_killed_while_it_attaches_leaves_the_cluster_without_a_lease(
-    runtime: Path, moment: str
+    waiting: Path, moment: str
 ) -> None:
-    own(DETACH)
     place, count = MOMENTS[moment]
     killed = subprocess.run(
         [sys.executable, "-c", KILLED.format(place=place, count=count)], timeout=HANG_SECONDS
     )
     assert killed.returncode == -signal.SIGKILL
-    time.sleep(3)  # a guardian that was to end the cluster would have done so
-    check_works(MasterNode.attach())
+    time.sleep(1)  # a guardian that was to end the cluster would have begun
+    check_and_leave(MasterNode.attach())
 
 
 @pytest.mark.parametrize("other", [{"version": "0.0.1"}, {"protocol": 2}, {"protocol": None}], ids=repr)
-def test_the_cluster_of_another_version_is_left_alone(runtime: Path, other: dict[str, object]) -> None:
-    own(DETACH)
-    path = runtime / "shared" / "openclaw-cluster.json"
+def test_the_cluster_of_another_version_is_left_alone(waiting: Path, other: dict[str, object]) -> None:
+    path = waiting / "shared" / "openclaw-cluster.json"
     note = {**json.loads(path.read_text()), **other}
+    version = re.escape(str(note["version"]))
     written = json.dumps({name: value for name, value in note.items() if value is not None})
     before = path.read_text()
     path.write_text(written)
-    with pytest.raises(UsageError, match=r"started by version .*protocol.*%openclaw stop shared"):
+    with pytest.raises(UsageError, match=rf"started by version {version}.*protocol.*%openclaw stop shared"):
         MasterNode.attach()
     assert path.read_text() == written
     path.write_text(before)
-    check_works(MasterNode.attach())
+    check_and_leave(MasterNode.attach())
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can give a file away")
-def test_the_cluster_of_another_user_is_left_alone(runtime: Path) -> None:
-    own(DETACH)
-    directory = runtime / "shared"
+def test_the_cluster_of_another_user_is_left_alone(waiting: Path) -> None:
+    directory = waiting / "shared"
     written = (directory / "openclaw-cluster.json").read_text()
     uses: list[Callable[[], object]] = [
         lambda: MasterNode.attach("shared"),
@@ -100,7 +111,7 @@ def test_the_cluster_of_another_user_is_left_alone(runtime: Path) -> None:
     finally:  # else nobody would find it to end it
         give(directory, 0)
     assert (directory / "openclaw-cluster.json").read_text() == written
-    check_works(MasterNode.attach())
+    check_and_leave(MasterNode.attach())
 
 
 def give(directory: Path, user: int) -> None:
@@ -110,10 +121,10 @@ def give(directory: Path, user: int) -> None:
 
 def test_a_scheduler_that_died_meanwhile_is_told(runtime: Path) -> None:
     """The hub lives, so that all seems well until a message does not arrive."""
-    own(DETACH)
+    started().detach()
     (note,) = read_notes()
-    pid = sorted(controllers(note["cluster_id"]))[2]
-    os.kill(pid, signal.SIGKILL)
+    pid = controllers(note["cluster_id"])[2]
+    kill(pid)
     with pytest.raises(StartError, match=rf"controller is gone .*{pid}.*%openclaw stop shared"):
         MasterNode.attach()
     assert current_session().stop("shared") > 0
@@ -121,10 +132,9 @@ def test_a_scheduler_that_died_meanwhile_is_told(runtime: Path) -> None:
 
 
 def test_a_cluster_that_is_attached_to_meanwhile_is_not_ended_by_name(
-    runtime: Path, monkeypatch: pytest.MonkeyPatch
+    waiting: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Who ends it has seen it without an owner, and then had to wait for the one who attaches."""
-    own(DETACH)
     (note,) = read_notes()
     told: list[BaseException] = []
     waits = threading.Event()
@@ -149,11 +159,11 @@ def test_a_cluster_that_is_attached_to_meanwhile_is_not_ended_by_name(
     assert len(told) == 1
     assert f"belongs to process {os.getpid()}" in str(told[0])
     files.ClusterFiles(note["directory"], note["cluster_id"]).let_go("shared")
-    check_works(MasterNode.attach())
+    check_and_leave(MasterNode.attach())
 
 
 def test_the_guardian_of_a_cluster_that_is_ended_by_name_ends_too(runtime: Path) -> None:
-    own("import os; os.kill(os.getpid(), 9)", lease=600.0, killed=True)
+    own(KILL, lease=600.0, killed=True)
     guardian = json.loads((runtime / "shared" / "guardian.json").read_text())
     assert create_time(guardian["pid"]) == guardian["create_time"]
     assert current_session().stop("shared") > 0
