@@ -78,9 +78,7 @@ def shares_of(speeds: Sequence[float]) -> tuple[float, ...]:
     return tuple(speed / total for speed in counted)
 
 
-def next_shares(
-    shares: Sequence[float], speeds: Sequence[float], *, band: float = BAND
-) -> tuple[float, ...]:
+def next_shares(shares: Sequence[float], speeds: Sequence[float], *, band: float = BAND) -> tuple[float, ...]:
     """Return the shares that come after ``shares``: the same ones while the speeds ask for nearly those.
 
     Parameters

@@ -66,7 +66,7 @@ class StepClock:
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
         self._now, self._slowdown, self._sleep = now, slowdown, sleep
-        self._work = self.work_seconds = 0.0
+        self._work = self._unslowed = self.work_seconds = 0.0
         self._mark = now()
         self._spent = dict.fromkeys(PARTS, 0.0)
         self._last: tuple[float, float] | None = None  # arrival, and for how long this rank was held then
@@ -80,12 +80,13 @@ class StepClock:
         self._spent[part] += seconds
         if part in _WORK:
             self._work += seconds
+            self._unslowed += seconds
         return seconds
 
     def restart(self) -> None:
         """Count from now on: what was before belongs to no step."""
         self._mark = self._now()
-        self._work = 0.0
+        self._work = self._unslowed = 0.0
 
     def fetching(self, batches: Iterable[_T]) -> Iterator[_T]:
         """Yield the batches; count the time until each one is there."""
@@ -101,11 +102,19 @@ class StepClock:
     def arrive(self) -> None:
         """Take note that this rank has its gradients and has to wait from here on."""
         self._pass_to("compute")
+        self.work_seconds, self._work = self._work, 0.0
+
+    def slow_down(self) -> None:
+        """Sleep for as long as it takes to make the work since the last call as slow as is asked for.
+
+        Called before a rank gives the first of its gradients, as others may go on with those while it sleeps.
+        """
+        self._pass_to("compute")
         factor = self._slowdown()
         if factor > 1.0:
-            self._sleep((factor - 1.0) * self._work)
+            self._sleep((factor - 1.0) * self._unslowed)
             self._pass_to("compute")
-        self.work_seconds, self._work = self._work, 0.0
+        self._unslowed = 0.0
 
     @contextmanager
     def waiting(self) -> Iterator[None]:

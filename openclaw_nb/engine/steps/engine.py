@@ -224,7 +224,7 @@ class StepEngine:
         """End the cell's training well; called when the cell has ended without an error, on every rank."""
         self._check_left()
         if self._continuity.is_possible:  # until all are here, one may need what another has
-            self._continuity.agree(lambda: self._ranks.gather(torch.zeros(1)))
+            self.agree(lambda: self._ranks.gather(torch.zeros(1)))
 
     def _new_reducer(self) -> GradientReducer:
         found = {id(p): p for model in self._objects.models.values() for p in model.parameters()}
@@ -332,7 +332,8 @@ class StepEngine:
 
     def agree(self, make: Callable[[], Any]) -> Any:
         """Return what an operation of all ranks returns; see `Continuity.agree`."""
-        return self._continuity.agree(make)
+        with self._clock.waiting():
+            return self._continuity.agree(make)
 
     def num_real(self) -> int:
         """Return how many samples of the present batch are real ones of this rank."""
@@ -472,6 +473,7 @@ class StepEngine:
 
     def _begin(self, vote: Vote) -> None:
         self._window.give_back(self._reducer.parameters)
+        self._clock.slow_down()
         shares, wishes = self.shares, self._continuity.wishes
         told = Told(wishes, shares.tell(), shares.is_held, self._clock.tell())
         message = votes.pack(vote, self._ranks.rank, self._ranks.size, self._num_local(), told)
