@@ -196,10 +196,12 @@ class Gate:
             When what was given cannot be taken here.
         """
         parcel: Parcel = self._continuity.enter()
+        own = {name: self._namespace[name] for name in self._hidden if name in self._namespace}
         try:
             entry: _Entry = unpack(parcel.data, self._namespace)
         except Exception as error:
             raise OpenClawError(f"The variables could not be taken over: {error}") from error
+        self._namespace.update(own)  # a function brings what it reads, the other worker's `rank` for one
         self._entry = entry
         found = {id(g): g for value in self._namespace.values() for g in randomness.generators_in(value)}
         self._generators = [(generator, generator.get_state()) for generator in found.values()]
