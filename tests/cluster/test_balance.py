@@ -18,10 +18,12 @@ from typing import Any
 import pytest
 import torch
 
+from openclaw_nb.cluster.master import MasterNode
 from openclaw_nb.cluster.run import CellRun, RunResult
+from openclaw_nb.core.errors import NotStartedError, UnknownNameError, UsageError
 from openclaw_nb.protocol.messages import StrategySpec
 
-from .conftest import HANG_SECONDS, Lab, single_device
+from .conftest import HANG_SECONDS, Lab, cpu_devices, single_device
 from .test_data_parallel import CNN, SETUP, SGD_TOLERANCE, STATE
 
 pytestmark = pytest.mark.cluster
@@ -176,3 +178,77 @@ def test_the_result_is_that_of_one_device(pair: Lab, setup: str, loop: str) -> N
     train(pair, setup, loop)
     check(pair, setup, loop)
     assert fast_part(pair, 5) > 0.6
+
+
+def test_several_batches_a_step(pair: Lab) -> None:
+    pair.master.balance_load(continuous=True)
+    train(pair, SETUP, LOOP.format(epochs=12), options={"sync_frequency": 2})
+    merged = SETUP.replace("batch_size=32", "batch_size=64")
+    expected = single_device(merged + WORK, LOOP.format(epochs=12) + STATE)["state"]
+    torch.testing.assert_close(pair.pull("state", 1), expected, rtol=SGD_TOLERANCE, atol=SGD_TOLERANCE)
+    assert fast_part(pair, 5) > 0.6
+
+
+def test_two_loaders_at_once_keep_their_shares(pair: Lab) -> None:
+    """A step is made of batches of both, which must be cut alike."""
+    pair.master.balance_load(continuous=True)
+    loop = LOOP.replace("for x, y in loader:", "for (x, y), (u, v) in zip(loader, other):").replace(
+        "loss_fn(model(x), y)", "loss_fn(model(x), y) + loss_fn(model(u), v)"
+    )
+    setup, loop = SETUP + "other = DataLoader(loader.dataset, batch_size=32)\n", loop.format(epochs=5)
+    train(pair, setup, loop)
+    check(pair, setup, loop)
+    assert fast_part(pair, 5) == pytest.approx(0.5, abs=0.01)
+
+
+def test_a_death_and_a_newcomer(pair: Lab) -> None:
+    """The slow worker dies after shares have changed; a new process takes its place, and is slow, too."""
+    pair.master.enable_auto_recovery(max_retries=3)
+    pair.master.balance_load(continuous=True)
+    strike = """
+import os, signal
+me, sizes = globals().get("rank", 0), []
+def work(x):
+    sizes.append(len(x))
+    if globals().get("dist") is None:
+        return
+    time.sleep(1e-3 * len(x))
+    if len(sizes) == 21 and me == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    if world_size == 1:
+        time.sleep(0.1)
+"""
+    loop = LOOP.format(epochs=45)
+    pair.good(SETUP + WORK)
+    last = STATE + "\nplace = rank, world_size\n"
+    result = finished(pair.master.run_cell(strike + loop + last, strategy=SPEC))
+    assert (len(result.deaths), len(result.joined)) == (1, 1), result.notes
+    expected = single_device(SETUP + WORK, loop + STATE)["state"]
+    for rank in (0, 1):
+        torch.testing.assert_close(pair.pull("state", rank), expected, rtol=SGD_TOLERANCE, atol=SGD_TOLERANCE)
+        assert pair.pull("place", rank) == (rank, 2)
+    sizes = pair.pull("sizes", 0)
+    assert sizes[17] > 20
+    assert 32 in sizes
+    assert LEAST < fast_part(pair, 10) < MOST
+
+
+def test_it_is_refused_where_it_cannot_be(pair: Lab) -> None:
+    with pytest.raises(UnknownNameError, match=r"worker-9.*worker-0, worker-1"):
+        pair.master.set_slowdown("worker-9", 2)
+    with pytest.raises(UsageError, match=r"factor=0\.5"):
+        pair.master.set_slowdown("worker-0", 0.5)
+    run = pair.master.run_cell("import time\ntime.sleep(600)")
+    with pytest.raises(UsageError, match="does not share its batches out by speed"):
+        pair.master.balance_load()
+    run.interrupt()
+    assert run.wait(HANG_SECONDS) is not None
+
+
+def test_before_anything_was_measured() -> None:
+    with pytest.raises(NotStartedError):
+        MasterNode().balance_load()
+    with MasterNode() as master:
+        master.start_workers(cpu_devices(1))
+        with pytest.raises(UsageError, match="run a data-parallel cell first"):
+            master.balance_load()
