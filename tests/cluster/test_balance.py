@@ -189,13 +189,20 @@ def test_several_batches_a_step(pair: Lab) -> None:
     assert fast_part(pair, 5) > 0.6
 
 
+OTHER = """
+def loader_of(seed):
+    return DataLoader(TensorDataset(X, Y), batch_size=32, shuffle=True, generator=torch.Generator().manual_seed(seed))
+loader, other = loader_of(1), loader_of(2)
+"""
+
+
 def test_two_loaders_at_once_keep_their_shares(pair: Lab) -> None:
     """A step is made of batches of both, which must be cut alike."""
     pair.master.balance_load(continuous=True)
     loop = LOOP.replace("for x, y in loader:", "for (x, y), (u, v) in zip(loader, other):").replace(
         "loss_fn(model(x), y)", "loss_fn(model(x), y) + loss_fn(model(u), v)"
     )
-    setup, loop = SETUP + "other = DataLoader(loader.dataset, batch_size=32)\n", loop.format(epochs=5)
+    setup, loop = SETUP + OTHER, loop.format(epochs=5)
     train(pair, setup, loop)
     check(pair, setup, loop)
     assert fast_part(pair, 5) == pytest.approx(0.5, abs=0.01)
