@@ -26,10 +26,11 @@ from openclaw_nb.cluster.ipp import Door
 from openclaw_nb.cluster.launch import BACKENDS, SET_ENDED, check_devices, check_installed, check_words
 from openclaw_nb.cluster.membership import Membership, Progress
 from openclaw_nb.cluster.ownership import CLUSTER_VARIABLE, end_processes, new_cluster_id
+from openclaw_nb.cluster.pace import Paces
 from openclaw_nb.cluster.resize import Resizer
 from openclaw_nb.cluster.run import CellRun, RunResult
 from openclaw_nb.cluster.status import DeviceStatus, StatusReader
-from openclaw_nb.cluster.worker import Worker
+from openclaw_nb.cluster.worker import Worker, find_worker
 from openclaw_nb.core.errors import (
     AlreadyStartedError,
     ClusterError,
@@ -37,14 +38,19 @@ from openclaw_nb.core.errors import (
     UsageError,
     unknown_name,
 )
+from openclaw_nb.core.table import Table
 from openclaw_nb.plan.release import Limits
-from openclaw_nb.protocol.messages import Event, Measured, RunCell, StrategySpec
+from openclaw_nb.protocol.messages import Event, Measured, RunCell, SetPace, StrategySpec
 
 _STOP_GRACE_SECONDS = 2.0
 _BUSY = "A cell is running on the workers. Wait for it, or stop it (%openclaw interrupt)."
 _LOST = (
     "The cluster's controller (process {pid}) has ended, so that its workers cannot be reached any more. End them and "
     "start again: %openclaw stop, then %openclaw start."
+)
+_NOT_SHARED = (
+    "The cell that runs does not share its batches out by speed: only data-parallel cells with --mode gradient and "
+    "--split loader do, which this notebook has begun on workers of the backend local. Wait for its end."
 )
 _NOT_STARTED = "No cluster is running. Start one with %openclaw start (or MasterNode.start())."
 
@@ -113,7 +119,8 @@ class MasterNode:
         self._status = StatusReader()
         self._run: CellRun | None = None
         self._lock = threading.Lock()
-        self._listeners: list[Callable[[Event], None]] = []
+        self._paces = Paces()
+        self._listeners: list[Callable[[Event], None]] = [self._paces.take]
         self._limits = Limits()
         self._resizes: list[float] = []
         self._max_retries = 0
@@ -453,6 +460,7 @@ class MasterNode:
                 compare_names=strategy is not None and not verify_steps,
                 verify_steps=verify_steps,
                 elastic=elastic,
+                pace=self._paces.command(run_id, shared=self._is_elastic(strategy)),
             )
         )
         return run
@@ -611,6 +619,87 @@ class MasterNode:
             For less than one; else as `add_worker` and `remove_worker`.
         """
         return self._resizer().resize(num_workers)
+
+    # ------------------------------------------------------------------------------------------- balance
+
+    def balance_load(self, continuous: bool = False) -> Table:
+        """Give each worker a part of each batch in proportion to its measured speed, now and in later cells.
+
+        The global batch stays, and each worker's gradient counts by its samples, so that the result is still that of a
+        single device. Only what a worker does by itself is its speed: waiting for others does not count. A difference
+        of 4 % of a share or less is left as it is. In a cell that runs, the new shares count from one of the next
+        batches on; what loaders with worker processes have loaded ahead is loaded once more.
+
+        Parameters
+        ----------
+        continuous : bool
+            Let the shares go on to follow the speeds: every 16 steps they are looked at again.
+
+        Returns
+        -------
+        Table
+            The shares, which displays well; its records are `openclaw_nb.cluster.pace.WorkerShare`.
+
+        Raises
+        ------
+        UsageError
+            When nothing was measured yet (unless continuous), for a cell that runs and cannot be balanced, or where
+            workers are started by mpiexec.
+        """
+        run = self._balanced_run()
+        ranks = run.ranks if run is not None else self._members.all_ranks()
+        table = self._paces.balance(dict(ranks), continuous=continuous)
+        self._send_pace(run)
+        return table
+
+    def share_equally(self) -> None:
+        """Take `balance_load` back: each worker gets as much of each batch as the others, now and in later cells."""
+        run = self._balanced_run()
+        self._paces.share_equally()
+        self._send_pace(run)
+
+    def set_slowdown(self, which: str, factor: float) -> None:
+        """Let a worker's work take ``factor`` times as long in strategy cells, now and in later ones.
+
+        To see what an uneven set of workers does where all are alike: at each step the worker sleeps for as long as it
+        takes to make its loading and computing that slow.
+
+        Parameters
+        ----------
+        which : str
+            A worker's id, or its device's.
+        factor : float
+            1 or more; 1 lets it be as fast as it can.
+
+        Raises
+        ------
+        UsageError
+            For another factor, or a name that does not exist.
+        """
+        worker = find_worker(self._members.present, which)
+        self._paces.slow_down(worker.number, factor)
+        run = self._run
+        if run is not None and run.running and not isinstance(run, AdoptedRun):
+            self._send_pace(run)
+
+    def _balanced_run(self) -> CellRun | None:
+        """Return the cell that runs, if any; refuse one that cannot be balanced."""
+        if self.problem:
+            raise ClusterError(self.problem)
+        self._members  # noqa: B018 - there must be a cluster
+        if not self.replaces_workers:
+            raise UsageError("Workers that mpiexec started share each batch equally: use the backend local.")
+        run = self._run
+        if run is None or not run.running:
+            return None
+        if not run.is_elastic:
+            raise UsageError(_NOT_SHARED)
+        return run
+
+    def _send_pace(self, run: CellRun | None) -> None:
+        if run is not None:
+            command = self._paces.command(run.run_id, shared=run.is_elastic)
+            run.set_pace(command or SetPace(run_id=run.run_id))
 
     def _resizer(self) -> Resizer:
         if self.problem:

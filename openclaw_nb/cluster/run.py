@@ -45,6 +45,7 @@ from openclaw_nb.protocol.messages import (
     Release,
     Reply,
     RunCell,
+    SetPace,
     Shown,
     Whereabouts,
 )
@@ -265,6 +266,10 @@ class CellRun:
         """Let a worker leave the cell where that can be; it is ended then."""
         self._inbox.put(("dismiss", -1, worker))
 
+    def set_pace(self, command: SetPace) -> None:
+        """Let the workers, and those that come in later, go on at another pace."""
+        self._inbox.put(("pace", -1, command))
+
     def interrupt(self) -> None:
         """End the cell as the stop button does."""
         self._inbox.put(("interrupt", -1, None))
@@ -351,11 +356,18 @@ class CellRun:
             case "dismiss" if self._mender is not None:
                 self._leaving.append(item)
                 self._invite()
+            case "pace":
+                self._set_pace(item)
             case "leave":
                 self._left, self._cause = True, item
             case "interrupt":
                 self._interrupted = True
                 self._release("interrupted", grace_seconds=0.0)
+
+    def _set_pace(self, command: SetPace) -> None:
+        self._command = replace(self._command, pace=command)
+        for number in self.ranks.values():
+            self._channel.request_at_once(number, command)
 
     def _set(self, rank: int, **changes: Any) -> None:
         if self._views[rank].phase is Phase.RUNNING:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from openclaw_nb.cluster.devices import Device
+from openclaw_nb.core.errors import UsageError, unknown_name
 
 
 @dataclass
@@ -45,3 +47,22 @@ class Worker:
         if self.spare:
             return "spare"
         return "busy" if self.busy_with else "idle"
+
+
+def find_worker(workers: Sequence[Worker], which: str) -> Worker:
+    """Return the worker of this id, or the one on this device.
+
+    Raises
+    ------
+    UnknownNameError
+        When there is none.
+    UsageError
+        When several share the device.
+    """
+    found = [worker for worker in workers if which in (worker.id, worker.device.id)]
+    if not found:
+        raise unknown_name("worker", str(which), [worker.id for worker in workers])
+    if len(found) > 1:
+        listed = ", ".join(worker.id for worker in found)
+        raise UsageError(f"{which} has several workers: {listed}. Name one of them.")
+    return found[0]

@@ -22,6 +22,7 @@ from openclaw_nb.engine.cell import CellRunner, Outcome
 from openclaw_nb.engine.outbox import Outbox, capture
 from openclaw_nb.engine.record import Record
 from openclaw_nb.engine.regroup import CellRegrouper
+from openclaw_nb.engine.steps.pace import Pace
 from openclaw_nb.protocol.messages import (
     Command,
     Complete,
@@ -39,6 +40,7 @@ from openclaw_nb.protocol.messages import (
     Reply,
     RunCell,
     SendVariables,
+    SetPace,
     StrategySpec,
     Whereabouts,
 )
@@ -72,6 +74,8 @@ class Agent:
         self._released = ""
         self._released_early = ("", "")
         self._regroup_early: Regroup | None = None
+        self._newest_pace: SetPace | None = None
+        self._pace = Pace()
         self._introduced: dict[str, Any] = {}
         self._captured = False
         self._beater: threading.Thread | None = None
@@ -187,6 +191,10 @@ class Agent:
         with self._lock:
             self._running, self._regrouper = command, regrouper
             self._released = ""
+            newest = self._newest_pace  # it may have come past the cell
+            self._pace = Pace()
+            is_newer = newest is not None and newest.run_id == command.run_id
+            self._pace.set(newest if is_newer else command.pace, self._kernel.engine_id)
             early, self._regroup_early = self._regroup_early, None
             if regrouper is not None and early is not None and early.run_id == command.run_id:
                 regrouper.ask(early)
@@ -288,7 +296,7 @@ class Agent:
                 return await self._runner.run(command.source, command.execution_count)
 
         async def run_parallel(recording: AbstractContextManager[None]) -> Outcome:
-            publisher = SilentPublisher(self.outbox, self._kernel.engine_id, command.run_id)
+            publisher = SilentPublisher(self.outbox, self._kernel.engine_id, command.run_id, self._pace)
             with strategy_context(spec, self._service, namespace, command.source, publisher, {}):
                 return await run(recording)
 
@@ -303,7 +311,7 @@ class Agent:
     def _publisher(self, command: RunCell) -> Any:
         from openclaw_nb.engine.steps.measure import Publisher
 
-        return Publisher(self.outbox, self._kernel.engine_id, command.run_id)
+        return Publisher(self.outbox, self._kernel.engine_id, command.run_id, self._pace)
 
     def _is_consequence(self, error: BaseException) -> bool:
         # torch's C++ code turns the error of a released collective into a RuntimeError that quotes it.
@@ -320,6 +328,8 @@ class Agent:
                 return self._regroup(command)
             case Meet():
                 return self._meet(command)
+            case SetPace():
+                return self._set_pace(command)
             case Locate():
                 running = self._running
                 where = self._whereabouts(running) if running else None
@@ -381,6 +391,14 @@ class Agent:
             if regrouper is not None:
                 regrouper.ask_to_meet(command)
         return Done(value={"running": regrouper is not None})
+
+    def _set_pace(self, command: SetPace) -> Done:
+        with self._lock:
+            self._newest_pace = command
+            running = self._running is not None and self._running.run_id == command.run_id
+            if running:
+                self._pace.set(command, self._kernel.engine_id)
+        return Done(value={"running": running})
 
     def _regrouper_of(self, run_id: str) -> CellRegrouper | None:
         return self._regrouper if self._running is not None and self._running.run_id == run_id else None

@@ -6,17 +6,18 @@ turn the cluster's records into rows.
 
 from __future__ import annotations
 
-import html
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from openclaw_nb.core.text import aligned, size_text
+from openclaw_nb.core.table import Table
+from openclaw_nb.core.text import size_text
 
 if TYPE_CHECKING:
     from openclaw_nb.cluster.devices import Device
     from openclaw_nb.cluster.master import MasterNode
     from openclaw_nb.cluster.status import DeviceStatus
+
+__all__ = ["Message", "Table", "cluster_table", "device_table", "status_table"]
 
 
 class Message(str):
@@ -24,52 +25,6 @@ class Message(str):
 
     def __repr__(self) -> str:
         return str(self)
-
-
-@dataclass(frozen=True, repr=False)
-class Table(Sequence[Any]):
-    """Rows of text for people, and the records that they stand for: ``len``, index and iterate over those.
-
-    Attributes
-    ----------
-    title : str
-        A line above the table.
-    columns : tuple of str
-        Names of the columns.
-    rows : tuple of tuple of str
-        What is shown.
-    records : tuple
-        What the rows stand for, one a row.
-    """
-
-    title: str
-    columns: tuple[str, ...]
-    rows: tuple[tuple[str, ...], ...]
-    records: tuple[Any, ...] = ()
-
-    def __len__(self) -> int:
-        return len(self.records)
-
-    def __getitem__(self, index: Any) -> Any:
-        return self.records[index]
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self.records)
-
-    def __repr__(self) -> str:
-        if not self.rows:
-            return self.title
-        return f"{self.title}\n{aligned([self.columns, *self.rows], indent='  ')}"
-
-    def _repr_html_(self) -> str:
-        head = "".join(f'<th scope="col">{html.escape(name)}</th>' for name in self.columns)
-        body = "".join(f"<tr>{_html_cells(row)}</tr>" for row in self.rows)
-        table = f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>" if self.rows else ""
-        return f"<div>{html.escape(self.title)}</div>{table}"
-
-
-def _html_cells(row: Sequence[str]) -> str:
-    return "".join(f'<td style="text-align: left">{html.escape(cell)}</td>' for cell in row)
 
 
 def status_table(master: MasterNode) -> Table:

@@ -53,11 +53,26 @@ class FormGroup:
 
 
 @dataclass(frozen=True, kw_only=True)
+class SetPace:
+    """Share out the batches of a cell by these speeds, at once when it runs, and slow some workers down.
+
+    Keys are workers' numbers as text. ``speeds`` are in samples per second; who is not in it counts as the mean of the
+    others. With ``continuous`` each worker goes on with the speed that it measures. ``slowdowns`` are how many times as
+    long a worker's own work is to take.
+    """
+
+    run_id: str
+    speeds: dict[str, float] = field(default_factory=dict)
+    continuous: bool = False
+    slowdowns: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
 class RunCell:
     """Run one cell's source on this worker.
 
     With ``verify_steps``, its first steps are only tried, on a single device and under the strategy, and compared.
-    With ``elastic``, it goes on in another group when ranks go or come (`Regroup`).
+    With ``elastic``, it goes on in another group when ranks go or come (`Regroup`). ``pace`` is how it begins.
     """
 
     run_id: str
@@ -68,6 +83,7 @@ class RunCell:
     compare_names: bool = False
     verify_steps: int = 0
     elastic: bool = False
+    pace: SetPace | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -175,6 +191,7 @@ Command = (
     | Release
     | Regroup
     | Meet
+    | SetPace
     | EnterCell
     | Locate
     | Recall

@@ -33,6 +33,7 @@ from openclaw_nb.protocol.messages import (
     Release,
     RunCell,
     SendVariables,
+    SetPace,
     Shown,
     StrategySpec,
     Whereabouts,
@@ -45,7 +46,8 @@ WIRE = {
     "FormGroup": (
         "epoch rank world_size store_host store_port backend timeout_seconds directory search_path"
     ),
-    "RunCell": "run_id epoch source execution_count strategy= compare_names= verify_steps= elastic=",
+    "RunCell": "run_id epoch source execution_count strategy= compare_names= verify_steps= elastic= pace=",
+    "SetPace": "run_id speeds= continuous= slowdowns=",
     "SendVariables": "names path",
     "ReceiveVariables": "path",
     "DescribeVariables": "names",
@@ -86,10 +88,13 @@ FORM = FormGroup(
     directory="/home/me/büro",
     search_path=["", "/home/me"],
 )
+PACE = SetPace(run_id="r-1", speeds={"0": 100.5, "1": 33.5}, continuous=True, slowdowns={"1": 3.0})
 EXAMPLES = [
     SPEC,
     FORM,
     RunCell(run_id="r-1", epoch=3, source="print('ä')\n", execution_count=7),
+    PACE,
+    RunCell(run_id="r-3", epoch=3, source="", execution_count=0, strategy=SPEC, pace=PACE),
     RunCell(run_id="r-2", epoch=3, source="", execution_count=0, strategy=SPEC, compare_names=True),
     SendVariables(names=["x", "y"], path="/dev/shm/a"),
     ReceiveVariables(path="/dev/shm/a"),
@@ -185,7 +190,7 @@ def test_a_message_survives_json(message: Any) -> None:
 
 def test_the_kind_is_the_name_of_the_class() -> None:
     assert codec.encode(ReceiveVariables(path="a")) == {"kind": "ReceiveVariables", "path": "a"}
-    assert codec.encode(EXAMPLES[3])["strategy"]["kind"] == "StrategySpec"
+    assert codec.encode(EXAMPLES[5])["strategy"]["kind"] == "StrategySpec"
 
 
 @pytest.mark.parametrize("data", [{"kind": "Explode"}, {"path": "a"}, {"kind": None}, {"kind": "Any"}])
@@ -208,7 +213,7 @@ def test_wrong_fields_are_a_value_error_that_names_the_field(data: dict[str, Any
 
 
 def test_decoding_leaves_its_input_as_it_is() -> None:
-    data = codec.encode(EXAMPLES[3])
+    data = codec.encode(EXAMPLES[5])
     before = json.dumps(data)
     codec.decode(data)
     assert json.dumps(data) == before

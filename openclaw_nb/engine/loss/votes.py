@@ -1,7 +1,7 @@
 """Which ranks agree on how the loss depends on the batch, and what its global values are.
 
-    each rank: kind of the loss (mean | sum | unknown | no vote), whether newcomers wait or ranks want to leave, the
-    numbers the cell made on the way, when it arrived at its last step
+    each rank: kind of the loss (mean | sum | unknown | no vote), whether newcomers wait or ranks want to leave, whether
+    shares must stay, the numbers the cell made on the way, its speed, when it arrived at its last step
         └─ one vector, summed over the ranks with the gradients ─> verdict, global values
 
 The vector has fixed length, so that ranks that took different paths still make the same collective call.
@@ -23,9 +23,20 @@ MAX_SCALARS = 16
 MAX_CONSTANTS = 6
 _VOTES = ("mean", "sum", "unknown", "none")
 _WISHES = len(_VOTES)
-_SAMPLES = _WISHES + 2
+_HELD = _WISHES + 2
+_SAMPLES = _HELD + 1
 _HEAD = _SAMPLES + 1
-_ROW = 1 + MAX_CONSTANTS + 1  # a rank's own: how many numbers, the numbers, when it arrived last
+_ROW = 1 + MAX_CONSTANTS + 2  # a rank's own: how many numbers, the numbers, its speed, when it arrived last
+
+
+@dataclass(frozen=True)
+class Told:
+    """What one rank says beside its vote: its wishes, its speed, whether shares must stay, when it arrived last."""
+
+    wishes: Wishes
+    speed: float
+    is_held: bool
+    arrival: float
 
 
 @dataclass(frozen=True)
@@ -80,11 +91,12 @@ class KindCache:
         return kind
 
 
-def pack(vote: Vote, rank: int, num_ranks: int, num_local: int, arrival: float, wishes: Wishes) -> Tensor:
+def pack(vote: Vote, rank: int, num_ranks: int, num_local: int, told: Told) -> Tensor:
     """Return this rank's summand of the vector, float64 of `message_size` values."""
     vector = [0.0] * message_size(num_ranks)
     vector[_VOTES.index(vote.kind.name)] = 1.0
-    vector[_WISHES : _WISHES + 2] = [float(wishes.num_new), float(wishes.leaves)]
+    vector[_WISHES : _WISHES + 2] = [float(told.wishes.num_new), float(told.wishes.leaves)]
+    vector[_HELD] = float(told.is_held)
     vector[_SAMPLES] = float(num_local)
     for i, (scalar, kind) in enumerate(vote.scalars):
         weight = num_local if kind.name == "mean" else 1
@@ -92,7 +104,7 @@ def pack(vote: Vote, rank: int, num_ranks: int, num_local: int, arrival: float, 
     start = _HEAD + MAX_SCALARS + rank * _ROW
     vector[start] = len(vote.constants) if num_local else -1.0
     vector[start + 1 : start + 1 + len(vote.constants)] = vote.constants
-    vector[start + _ROW - 1] = arrival
+    vector[start + _ROW - 2 : start + _ROW] = [told.speed, told.arrival]
     return torch.tensor(vector, dtype=torch.float64)
 
 
@@ -136,6 +148,17 @@ def wishes(total: Tensor) -> tuple[bool, bool]:
     """Return whether some rank knows of newcomers, and of ranks that leave; the same on every rank."""
     new, leaves = total[_WISHES : _WISHES + 2].tolist()
     return bool(new), bool(leaves)
+
+
+def is_held(total: Tensor) -> bool:
+    """Return whether shares must stay on some rank; the same on every rank."""
+    return bool(total[_HELD])
+
+
+def speeds(total: Tensor, num_ranks: int) -> list[float]:
+    """Return each rank's speed, as it has told; the same on every rank."""
+    found: list[float] = total[_HEAD + MAX_SCALARS :].view(num_ranks, _ROW)[:, -2].tolist()
+    return found
 
 
 def arrivals(total: Tensor, num_ranks: int) -> list[float]:

@@ -222,10 +222,12 @@ class Gate:
         return state
 
     def _take(self, parcel: Parcel) -> Any:
+        own = {name: self._namespace[name] for name in self._hidden if name in self._namespace}
         try:
             entry: _Entry = unpack(parcel, self._namespace)
         except Exception as error:
             raise OpenClawError(f"The variables could not be taken over: {error}") from error
+        self._namespace.update(own)  # a function brings what it reads, the other worker's `rank` for one
         self._entry = entry
         if parcel.left:
             listed = ", ".join(f"`{name}` ({reason})" for name, reason in parcel.left.items())

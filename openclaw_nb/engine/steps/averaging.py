@@ -239,6 +239,7 @@ class LocalSteps(StepEngine):
             return
         weight, self._seen, self._seen_by_all = self._seen / self._seen_by_all, 0, 0
         kinds, self._kinds_seen = " and ".join(sorted(self._kinds_seen)), set()
+        self._clock.slow_down()
         self._clock.arrive()
         try:
             with torch.no_grad():

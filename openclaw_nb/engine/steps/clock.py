@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TypeVar
 
 _T = TypeVar("_T")
@@ -25,6 +26,7 @@ UNKNOWN = -1.0
 """Told by a rank that has no arrival yet."""
 
 PARTS = ("data", "compute", "wait", "transfer")
+_WORK = ("data", "compute")
 
 
 class StepClock:
@@ -34,6 +36,15 @@ class StepClock:
     ----------
     now : callable
         Seconds of a clock that only grows.
+    slowdown : callable
+        Returns how many times as long this rank's work is to take; it sleeps for the rest.
+    sleep : callable
+        Sleeps for so many seconds.
+
+    Attributes
+    ----------
+    work_seconds : float
+        How long this rank has loaded and computed by itself for the step at which it arrived last.
 
     Examples
     --------
@@ -48,8 +59,14 @@ class StepClock:
     {'data': 0.0, 'compute': 3.5, 'wait': 0.25, 'transfer': 0.75}
     """
 
-    def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
-        self._now = now
+    def __init__(
+        self,
+        now: Callable[[], float] = time.monotonic,
+        slowdown: Callable[[], float] = lambda: 1.0,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        self._now, self._slowdown, self._sleep = now, slowdown, sleep
+        self._work = self._unslowed = self.work_seconds = 0.0
         self._mark = now()
         self._spent = dict.fromkeys(PARTS, 0.0)
         self._last: tuple[float, float] | None = None  # arrival, and for how long this rank was held then
@@ -61,11 +78,15 @@ class StepClock:
         seconds = now - self._mark
         self._mark = now
         self._spent[part] += seconds
+        if part in _WORK:
+            self._work += seconds
+            self._unslowed += seconds
         return seconds
 
     def restart(self) -> None:
         """Count from now on: what was before belongs to no step."""
         self._mark = self._now()
+        self._work = self._unslowed = 0.0
 
     def fetching(self, batches: Iterable[_T]) -> Iterator[_T]:
         """Yield the batches; count the time until each one is there."""
@@ -81,6 +102,28 @@ class StepClock:
     def arrive(self) -> None:
         """Take note that this rank has its gradients and has to wait from here on."""
         self._pass_to("compute")
+        self.work_seconds, self._work = self._work, 0.0
+
+    def slow_down(self) -> None:
+        """Sleep for as long as it takes to make the work since the last call as slow as is asked for.
+
+        Called before a rank gives the first of its gradients, as others may go on with those while it sleeps.
+        """
+        self._pass_to("compute")
+        factor = self._slowdown()
+        if factor > 1.0:
+            self._sleep((factor - 1.0) * self._unslowed)
+            self._pass_to("compute")
+        self._unslowed = 0.0
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Count the body as a wait for the others: they meet in the midst of a step, as in BatchNorm."""
+        self._pass_to("compute")
+        try:
+            yield
+        finally:
+            self._pass_to("wait")
 
     def leave(self) -> None:
         """Take note that the sums are there."""

@@ -31,7 +31,7 @@ from openclaw_nb.core.errors import OpenClawError, RefusedError
 from openclaw_nb.engine.group.ranks import Ranks
 from openclaw_nb.engine.loss import votes
 from openclaw_nb.engine.loss.record import LossKind, Recorder, map_tensors, untrack_tree
-from openclaw_nb.engine.loss.votes import KindCache, Vote
+from openclaw_nb.engine.loss.votes import KindCache, Told, Vote
 from openclaw_nb.engine.objects.find import Objects
 from openclaw_nb.engine.steps import randomness, state
 from openclaw_nb.engine.steps.continuity import Continuity
@@ -39,6 +39,7 @@ from openclaw_nb.engine.steps.loaders import Slice
 from openclaw_nb.engine.steps.measure import Publisher
 from openclaw_nb.engine.steps.randomness import ModelStream
 from openclaw_nb.engine.steps.reducer import BUCKET_BYTES, GradientReducer
+from openclaw_nb.engine.steps.shares import Shares
 from openclaw_nb.engine.steps.splitting import BatchSplitter
 from openclaw_nb.engine.steps.window import Window, hold_while, times
 from openclaw_nb.plan.shares import share_bounds
@@ -122,6 +123,8 @@ class StepEngine:
         Whether the present batch has to be repeated.
     num_groups : int
         How many groups of ranks there have been.
+    shares : Shares
+        Which part of each batch each rank gets.
     wishes : tuple of bool
         Whether newcomers wait, and whether ranks are to leave, as all ranks know alike.
     at_rest : callable
@@ -152,6 +155,7 @@ class StepEngine:
         self._weight: float | None = None
         self._window = Window(options.batches_per_step)
         self._continuity = continuity or Continuity(ranks)
+        self.shares = Shares(ranks, publisher.pace)
         self._head: _Head | None = None
         self.is_void = self._is_taken_over = self._was_left = False
         self.num_groups = self._num_steps_of_batch = 0
@@ -220,7 +224,7 @@ class StepEngine:
         """End the cell's training well; called when the cell has ended without an error, on every rank."""
         self._check_left()
         if self._continuity.is_possible:  # until all are here, one may need what another has
-            self._continuity.agree(lambda: self._ranks.gather(torch.zeros(1)))
+            self.agree(lambda: self._ranks.gather(torch.zeros(1)))
 
     def _new_reducer(self) -> GradientReducer:
         found = {id(p): p for model in self._objects.models.values() for p in model.parameters()}
@@ -236,6 +240,8 @@ class StepEngine:
         if "_reducer" in vars(self):
             self._reducer.remove()
         self._reducer = self._new_reducer()
+        self.shares.renew()
+        self._clock.restart()  # nobody has worked while the group was formed
         self.wishes = (False, False)
         self.num_groups += 1
 
@@ -274,7 +280,8 @@ class StepEngine:
         """Return the ranks' vectors as rows, in the midst of a batch; in a void one only this rank's."""
         if not self.is_void:
             try:
-                return self._ranks.gather(vector)
+                with self._clock.waiting():
+                    return self._ranks.gather(vector)
             except (OpenClawError, RuntimeError) as error:
                 self._note_older_gradients()
                 self._survive(error)
@@ -325,7 +332,8 @@ class StepEngine:
 
     def agree(self, make: Callable[[], Any]) -> Any:
         """Return what an operation of all ranks returns; see `Continuity.agree`."""
-        return self._continuity.agree(make)
+        with self._clock.waiting():
+            return self._continuity.agree(make)
 
     def num_real(self) -> int:
         """Return how many samples of the present batch are real ones of this rank."""
@@ -455,7 +463,7 @@ class StepEngine:
             self._conclude(root, vote, total)
         elif self._goes_on():
             self._window.keep(self._reducer.parameters)
-            self._publisher.batch(self._num_local())
+            self._count_batch()
         else:
             self._reducer.drop_gradients()
 
@@ -465,14 +473,10 @@ class StepEngine:
 
     def _begin(self, vote: Vote) -> None:
         self._window.give_back(self._reducer.parameters)
-        message = votes.pack(
-            vote,
-            self._ranks.rank,
-            self._ranks.size,
-            self._num_local(),
-            self._clock.tell(),
-            self._continuity.wishes,
-        )
+        self._clock.slow_down()
+        shares, wishes = self.shares, self._continuity.wishes
+        told = Told(wishes, shares.tell(), shares.is_held, self._clock.tell())
+        message = votes.pack(vote, self._ranks.rank, self._ranks.size, self._num_local(), told)
         self._reducer.begin(self._window.factor / self._ranks.size, message)
 
     def _sum(self) -> Tensor:
@@ -526,6 +530,7 @@ class StepEngine:
     def _conclude(self, root: Tensor, vote: Vote, total: Tensor) -> None:
         self.wishes = votes.wishes(total)
         self._clock.settle(votes.arrivals(total, self._ranks.size))
+        self.shares.agree(votes.speeds(total, self._ranks.size), is_held=votes.is_held(total))
         if self._reducer.repeated and self._ranks.size > 1:
             self._reducer.drop_gradients()
             raise RefusedError(
@@ -546,8 +551,13 @@ class StepEngine:
     def _count_step(self, root: Tensor, own: float) -> None:
         self._num_steps_of_batch += 1
         self._has_unused = True
-        self._publisher.batch(self._num_local())
+        self._count_batch()
+        self.shares.step(self._clock.work_seconds)
         self._publisher.step(float(root.detach()), own, self._reducer.num_bytes)
+
+    def _count_batch(self) -> None:
+        self._publisher.batch(self._num_local())
+        self.shares.count(self._num_local())
 
     def _check_backward(self, tensors: Any, create_graph: bool, inputs: Any) -> Tensor:
         if create_graph:
@@ -599,6 +609,9 @@ class StepEngine:
         return self._slice.num_global if self._slice is not None else 1
 
     def _shares(self) -> list[int]:
+        """Return how many samples of the present batch each rank has; other shares may have been agreed on since."""
+        if self._slice is not None:
+            return list(self._slice.shares)
         return [high - low for low, high in share_bounds(self._num_global(), self._ranks.size)]
 
     def _check_parameters(self) -> None:

@@ -23,7 +23,7 @@ from openclaw_nb.core.errors import RefusedError
 from openclaw_nb.engine.group.ranks import Ranks
 from openclaw_nb.engine.reentry.loops import Loops, Pass
 from openclaw_nb.engine.steps import randomness
-from openclaw_nb.plan.shares import share_bounds
+from openclaw_nb.engine.steps.shares import Shares
 
 _WHOLE_BATCH = "use --split model, under which every rank draws the whole batch and the model call is split"
 
@@ -32,12 +32,13 @@ _WHOLE_BATCH = "use --split model, under which every rank draws the whole batch 
 class Slice:
     """This rank's part of one global batch.
 
-    ``num_local`` samples are real; 0 means that the rank holds one dummy sample which must not count.
-    ``is_last`` tells the last batch of the pass.
+    ``num_local`` samples are real; 0 means that the rank holds one dummy sample which must not count. ``shares`` is how
+    many each rank has. ``is_last`` tells the last batch of the pass.
     """
 
     num_local: int
     num_global: int
+    shares: tuple[int, ...]
     is_last: bool
     loader_id: int
 
@@ -56,6 +57,8 @@ class SlicedBatches:
         The single-device loader's batch sampler.
     ranks : Ranks
         Among whom each batch is shared out; there may be fewer of them later.
+    shares : Shares
+        Theirs.
     loader_id : int
         Tells loaders apart.
 
@@ -65,9 +68,9 @@ class SlicedBatches:
         How many batches the cell has got that may be asked for again.
     """
 
-    def __init__(self, batches: Any, ranks: Ranks, loader_id: int) -> None:
+    def __init__(self, batches: Any, ranks: Ranks, shares: Shares, loader_id: int) -> None:
         self._batches = batches
-        self._ranks, self._loader_id = ranks, loader_id
+        self._ranks, self._shares, self._loader_id = ranks, shares, loader_id
         self._source: Iterator[tuple[list[int], bool]] | None = None
         self._unsettled: deque[tuple[list[int], bool]] = deque()
         self._num_skipped = 0
@@ -110,8 +113,10 @@ class SlicedBatches:
         self._drawn.clear()
         for batch, is_last in itertools.chain(again, source):
             self._unsettled.append((batch, is_last))
-            low, high = share_bounds(len(batch), self._ranks.size)[self._ranks.rank]
-            self._drawn.append(Slice(high - low, len(batch), is_last, self._loader_id))
+            bounds = self._shares.bounds(len(batch))
+            low, high = bounds[self._ranks.rank]
+            sizes = tuple(end - start for start, end in bounds)
+            self._drawn.append(Slice(high - low, len(batch), sizes, is_last, self._loader_id))
             yield list(batch[low:high] or batch[:1])
 
 
@@ -129,6 +134,7 @@ class Steps(Protocol):
     """What makes steps of the batches."""
 
     num_groups: int
+    shares: Shares
 
     def is_training(self) -> bool:
         """Whether a loader whose iteration begins now is a training loader."""
@@ -248,12 +254,14 @@ class LoaderSplitter:
             fetched = self._begin(inner)
         else:
             fetched = self._take_up(one, loader)
+        self._steps.shares.num_open += 1
         try:
             yield from itertools.repeat(None, one.given)  # for the batches that the others have had
             while not one.is_over and (yield from self._give(one, batches, fetched)):
                 self._steps.begin_again()
                 fetched = self._begin_again(inner)
         finally:
+            self._steps.shares.num_open -= 1
             self._loops.end_pass(one)
         self._steps.take_slice(None)
 
@@ -267,11 +275,12 @@ class LoaderSplitter:
         return fetched
 
     def _give(self, one: Pass, batches: SlicedBatches, fetched: Iterable[Any]) -> Generator[Any, None, bool]:
-        """Yield batches until the pass ends or the ranks are others; return whether they are.
+        """Yield batches until the pass ends, or the ranks or their shares are others; return whether they are.
 
-        What was drawn for the former ranks has the wrong shares then.
+        What was drawn before has the wrong shares then.
         """
-        num_groups = self._steps.num_groups
+        shares = self._steps.shares
+        before = self._steps.num_groups, shares.turn
         for batch in self._fetching(fetched):
             self._steps.take_slice(batches.take())
             one.given += 1
@@ -287,7 +296,8 @@ class LoaderSplitter:
                 batches.settle()
                 one.num_unsettled = 0
                 self._steps.rest()
-            if self._steps.num_groups != num_groups:
+                shares.take_up()
+            if (self._steps.num_groups, shares.turn) != before:
                 one.taken -= one.num_unsettled
                 one.num_unsettled = 0
                 return True
@@ -306,7 +316,7 @@ class LoaderSplitter:
         """Return the loader's sliced twin; it is kept, so that persistent worker processes persist."""
         if id(loader) not in self._inner:
             self._check(loader)
-            batches = SlicedBatches(loader.batch_sampler, self._ranks, id(loader))
+            batches = SlicedBatches(loader.batch_sampler, self._ranks, self._steps.shares, id(loader))
             self._inner[id(loader)] = (loader, batches, twin(loader, batches, pinning=self._pinning))
         _, batches, inner = self._inner[id(loader)]
         return batches, inner

@@ -8,6 +8,7 @@ from typing import ClassVar
 
 from openclaw_nb.engine.outbox import Outbox
 from openclaw_nb.engine.steps.clock import StepClock
+from openclaw_nb.engine.steps.pace import Pace
 from openclaw_nb.protocol.messages import Measured
 
 _INTERVAL_SECONDS = 0.2
@@ -24,6 +25,8 @@ class Publisher:
         This worker's number.
     run_id : str
         The run that the events belong to.
+    pace : Pace, optional
+        What this worker is told of its speed.
 
     Attributes
     ----------
@@ -31,7 +34,7 @@ class Publisher:
         Whether the steps are only tried, and their outcome dropped.
     """
 
-    def __init__(self, outbox: Outbox, worker: int, run_id: str) -> None:
+    def __init__(self, outbox: Outbox, worker: int, run_id: str, pace: Pace | None = None) -> None:
         self._outbox, self._worker, self._run_id = outbox, worker, run_id
         self._seq = self._steps = self._samples = self._num_bytes = 0
         self._loss: float | None = None
@@ -39,7 +42,8 @@ class Publisher:
         self._first_nan: int | None = None
         self._drift: float | None = None
         self._sent = 0.0
-        self.clock = StepClock()
+        self.pace = pace = pace or Pace()
+        self.clock = StepClock(slowdown=lambda: pace.slowdown)
 
     is_trial: ClassVar[bool] = False
 

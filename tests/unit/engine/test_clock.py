@@ -90,3 +90,32 @@ def test_what_was_before_a_restart_belongs_to_nothing() -> None:
     clock.restart()
     hand.go_on(1.0)
     assert clock.take()["compute"] == 1.0
+
+
+def test_work_is_what_a_rank_does_by_itself() -> None:
+    hand = Hand()
+    clock = StepClock(hand)
+    with_batch = clock.fetching(iter([0]))
+    hand.go_on(0.5)
+    next(with_batch)
+    with clock.waiting():
+        hand.go_on(7.0)
+    step(clock, hand, compute=1.0, held=3.0)
+    assert clock.work_seconds == 1.5
+    clock.settle([])
+    step(clock, hand, compute=0.25, held=0.0)
+    assert clock.work_seconds == 0.25
+    assert clock.take()["wait"] == 7.0
+
+
+def test_a_slowed_rank_sleeps_until_its_work_has_taken_so_many_times_as_long() -> None:
+    hand = Hand()
+    clock = StepClock(hand, slowdown=lambda: 3.0, sleep=hand.go_on)
+    for _ in range(3):
+        hand.go_on(0.25)
+        clock.slow_down()
+        with clock.waiting():
+            hand.go_on(5.0)
+        step(clock, hand, compute=0.125, held=1.0)
+    # The work before each call is slowed there; the last 0.125 s would be at the next one.
+    assert clock.take()["compute"] == pytest.approx(3 * 3 * 0.375 - 2 * 0.125)
