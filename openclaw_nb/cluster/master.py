@@ -14,6 +14,7 @@ import contextlib
 import math
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from types import TracebackType
 from typing import Any
 
@@ -37,6 +38,7 @@ from openclaw_nb.core.errors import (
     UsageError,
     unknown_name,
 )
+from openclaw_nb.plan.recovery import check_interval, why_not_elastic
 from openclaw_nb.plan.release import Limits
 from openclaw_nb.protocol.messages import Event, Measured, RunCell, StrategySpec
 
@@ -46,6 +48,7 @@ _LOST = (
     "The cluster's controller (process {pid}) has ended, so that its workers cannot be reached any more. End them and "
     "start again: %openclaw stop, then %openclaw start."
 )
+_NO_RECOVERY = "recovery does not apply to this cell: {why}"
 _NOT_STARTED = "No cluster is running. Start one with %openclaw start (or MasterNode.start())."
 
 
@@ -117,6 +120,7 @@ class MasterNode:
         self._limits = Limits()
         self._resizes: list[float] = []
         self._max_retries = 0
+        self._checkpoint_every = ""
         self._run_count = 0
         self._run_prefix = new_cluster_id()[:8]  # another owner of the cluster may have counted runs before
         self.last_run: CellRun | None = None
@@ -424,7 +428,11 @@ class MasterNode:
         self._refuse_while_a_cell_runs()
         members.ensure_ready(on_wait)
         ranks, absent = self._gather_ranks(targets, alone=strategy is not None)
-        elastic = self._is_elastic(strategy) and not verify_steps
+        strategy = self._with_interval(strategy)
+        why_not = why_not_elastic(strategy)
+        elastic = self.replaces_workers and not why_not and not verify_steps
+        if strategy is not None and why_not and self._max_retries and not verify_steps:
+            members.notes.append(_NO_RECOVERY.format(why=why_not))
         with self._lock:
             if self._run is not None and self._run.running:
                 raise ClusterError(_BUSY)
@@ -456,15 +464,11 @@ class MasterNode:
         )
         return run
 
-    def _is_elastic(self, strategy: StrategySpec | None) -> bool:
-        """Whether a cell goes on when ranks go or come: in data parallel each rank has all that it takes."""
-        return (
-            self.replaces_workers
-            and strategy is not None
-            and strategy.name == "data_parallel"
-            and strategy.split == "loader"
-            and strategy.options.get("mode", "gradient") == "gradient"
-        )
+    def _with_interval(self, strategy: StrategySpec | None) -> StrategySpec | None:
+        """Let a cell that writes checkpoints, and does not say how often, do it as `enable_auto_recovery` says."""
+        if strategy is None or not self._checkpoint_every or not strategy.options.get("checkpoint"):
+            return strategy
+        return replace(strategy, options={"checkpoint_every": self._checkpoint_every, **strategy.options})
 
     def _gather_ranks(
         self, targets: Sequence[int] | None, *, alone: bool
@@ -500,6 +504,8 @@ class MasterNode:
             # A release cuts the group's collectives, also when every rank came out well in the same instant.
             there = set(self._run.ranks.values()) if self._run is not None else set()
             joined = [change.worker for change in result.joined if change.worker in there]
+            if result.died and self._max_retries and self._run is not None and not self._run.has_strategy:
+                self._membership.notes.append(_NO_RECOVERY.format(why=why_not_elastic(None)))
             self._membership.after_run(clean=result.ok and not result.cause, busy=busy, joined=joined)
 
     def interrupt(self) -> bool:
@@ -535,28 +541,32 @@ class MasterNode:
         if self._run is not None:
             self._run.limits = self._limits
 
-    def enable_auto_recovery(self, *, max_retries: int = 3) -> None:
+    def enable_auto_recovery(self, checkpoint_interval: float = 300, max_retries: int = 3) -> None:
         """Let data-parallel cells go on when a worker dies, from the next cell on.
 
         The others repeat the batch of that moment among themselves, so that the parameters are those of the
-        undisturbed run, and a new process takes the place of the one that died when the cell has ended. An error that
-        the cell's own code raises ends it as ever.
+        undisturbed run, and a spare or a new process takes the place of the one that died. An error that the cell's own
+        code raises ends it as ever. To cells that cannot go on so, as with local steps, this is said.
 
         Parameters
         ----------
+        checkpoint_interval : float
+            How many seconds apart checkpoints are in cells that write them (``--checkpoint DIR``) and do not say how
+            often.
         max_retries : int
             After how many deaths in a row, without a step in between, a cell goes on; 0 for none.
 
         Raises
         ------
         UsageError
-            For a negative count, or where one death ends all workers (MPI).
+            For an interval that is no number above 0, a negative count, or where one death ends all workers (MPI).
         """
+        every = check_interval(checkpoint_interval)
         if isinstance(max_retries, bool) or not isinstance(max_retries, int) or max_retries < 0:
             raise UsageError(f"max_retries={max_retries!r}: give a whole number, 0 or more.")
         if max_retries and not self.replaces_workers:
             raise UsageError(f"Cells cannot go on after a death here. {SET_ENDED}")
-        self._max_retries = max_retries
+        self._max_retries, self._checkpoint_every = max_retries, every
 
     # --------------------------------------------------------------------------------- more, and fewer
 
@@ -618,6 +628,21 @@ class MasterNode:
         if not self.replaces_workers:
             raise UsageError(f"The number of workers cannot change here. {SET_ENDED}")
         return Resizer(members, self._run, self._save_state, self._resizes, oversubscribe=self.oversubscribe)
+
+    def ensure_ready(self, on_wait: Callable[[str], None] | None = None) -> None:
+        """Wait until the process group stands, as each cell does; at once when it does.
+
+        Parameters
+        ----------
+        on_wait : callable, optional
+            Told what is waited for.
+
+        Raises
+        ------
+        ClusterError
+            When it cannot.
+        """
+        self._members.ensure_ready(on_wait)
 
     def reset(self, replace_busy: bool = False, on_wait: Callable[[str], None] | None = None) -> int:
         """Form a fresh process group; the workers' variables stay.

@@ -196,6 +196,7 @@ class CellRun:
         self._mender, self._max_retries = mender, max_retries
         self._changes: list[Change] = []
         self._died_at = 0.0
+        self._command: RunCell | None = None
         self._num_failures = 0
         self._former: dict[int, int] = {}
         self._waiting: list[int] = []
@@ -277,6 +278,11 @@ class CellRun:
     def is_elastic(self) -> bool:
         """Whether workers can go and come while it runs."""
         return self._mender is not None
+
+    @property
+    def has_strategy(self) -> bool:
+        """Whether a strategy runs it."""
+        return self._command is not None and self._command.strategy is not None
 
     @property
     def goes_on(self) -> bool:
@@ -397,6 +403,7 @@ class CellRun:
             group = groups[number]
             self._epoch = group.epoch
             if rank in newcomers:
+                assert self._command is not None
                 self._send(rank, EnterCell(cell=self._command, group=group))
             else:
                 command = Regroup(run_id=self.run_id, group=group, cause=cause)

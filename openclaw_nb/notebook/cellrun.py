@@ -118,7 +118,8 @@ def run_cell(
 
 def places_of(master: MasterNode) -> dict[int, Place]:
     """Return the worker and the device of each rank."""
-    return {rank: Place(worker.id, worker.device.id) for rank, worker in enumerate(master.workers)}
+    working = (worker for worker in master.workers if not worker.spare)
+    return {rank: Place(worker.id, worker.device.id) for rank, worker in enumerate(working)}
 
 
 def _places_in_run(places: Mapping[int, Place], request: CellRequest) -> dict[int, Place]:

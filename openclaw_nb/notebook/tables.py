@@ -9,8 +9,10 @@ from __future__ import annotations
 import html
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import count
 from typing import TYPE_CHECKING, Any
 
+from openclaw_nb.cluster.worker import count_text
 from openclaw_nb.core.text import aligned, size_text
 
 if TYPE_CHECKING:
@@ -40,12 +42,15 @@ class Table(Sequence[Any]):
         What is shown.
     records : tuple
         What the rows stand for, one a row.
+    notes : tuple of str
+        Lines below the table.
     """
 
     title: str
     columns: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
     records: tuple[Any, ...] = ()
+    notes: tuple[str, ...] = ()
 
     def __len__(self) -> int:
         return len(self.records)
@@ -57,15 +62,15 @@ class Table(Sequence[Any]):
         return iter(self.records)
 
     def __repr__(self) -> str:
-        if not self.rows:
-            return self.title
-        return f"{self.title}\n{aligned([self.columns, *self.rows], indent='  ')}"
+        table = [aligned([self.columns, *self.rows], indent="  ")] if self.rows else []
+        return "\n".join([self.title, *table, *self.notes])
 
     def _repr_html_(self) -> str:
         head = "".join(f'<th scope="col">{html.escape(name)}</th>' for name in self.columns)
         body = "".join(f"<tr>{_html_cells(row)}</tr>" for row in self.rows)
         table = f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>" if self.rows else ""
-        return f"<div>{html.escape(self.title)}</div>{table}"
+        notes = "".join(f"<div>{html.escape(note)}</div>" for note in self.notes)
+        return f"<div>{html.escape(self.title)}</div>{table}{notes}"
 
 
 def _html_cells(row: Sequence[str]) -> str:
@@ -76,21 +81,28 @@ def status_table(master: MasterNode) -> Table:
     """Return the workers of a cluster, their devices and what runs on them."""
     records = master.get_device_status()
     columns = ("rank", "worker", "device", "state", "pid", "busy", "memory", "does")
-    title = f"Cluster {master.name}: {len(records)} workers, {master.communication}, group {master.epoch}"
+    title = f"Cluster {master.name}: {count_text(records)}, {master.communication}, group {master.epoch}"
     if master.backend != "local":
         title += f", backend {master.backend}"
     if master.problem:
         title = f"Cluster {master.name}: {master.problem}"
-    return Table(title, columns, tuple(_status_row(r, s) for r, s in enumerate(records)), tuple(records))
+    return Table(title, columns, tuple(_status_row(r, s) for r, s in _ranked(records)), tuple(records))
 
 
-def _status_row(rank: int, status: DeviceStatus) -> tuple[str, ...]:
+def _ranked(records: Sequence[DeviceStatus]) -> Iterator[tuple[str, DeviceStatus]]:
+    """Yield each record with its rank; a spare has none."""
+    ranks = count()
+    for record in records:
+        yield "-" if record.spare else str(next(ranks)), record
+
+
+def _status_row(rank: str, status: DeviceStatus) -> tuple[str, ...]:
     busy = "-" if status.utilisation is None else f"{status.utilisation:.0f} %"
     memory = size_text(status.memory_used)
     if status.memory_used is not None and status.memory_total is not None:
         memory = f"{memory} of {size_text(status.memory_total)}"
     pid = "-" if status.pid is None else str(status.pid)
-    return (str(rank), status.worker, status.id, status.state, pid, busy, memory, status.work)
+    return (rank, status.worker, status.id, status.state, pid, busy, memory, status.work)
 
 
 def device_table(devices: Sequence[Device], workers_on: Mapping[str, Sequence[str]]) -> Table:
