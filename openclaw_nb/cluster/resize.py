@@ -12,8 +12,8 @@ from collections.abc import Callable
 from openclaw_nb.cluster.devices import choose_more, list_devices
 from openclaw_nb.cluster.membership import Membership
 from openclaw_nb.cluster.run import CellRun
-from openclaw_nb.cluster.worker import Worker
-from openclaw_nb.core.errors import UsageError, unknown_name
+from openclaw_nb.cluster.worker import Worker, find_worker
+from openclaw_nb.core.errors import UsageError
 from openclaw_nb.core.host import available_memory_bytes
 from openclaw_nb.core.text import is_set
 
@@ -74,7 +74,7 @@ class Resizer:
     def remove(self, which: str) -> None:
         """End a worker; see `MasterNode.remove_worker`."""
         members = self._members
-        worker = self._find(which)
+        worker = find_worker(which, members.present)
         if members.members == [worker]:
             raise UsageError(f"{worker.id} is the last worker. %openclaw stop ends the cluster.")
         if self._run is not None and worker.number in self._run.ranks.values():
@@ -107,16 +107,6 @@ class Resizer:
         run.dismiss(worker.number)
         while run.running and not worker.removed:
             time.sleep(_POLL_SECONDS)
-
-    def _find(self, which: str) -> Worker:
-        present = self._members.present
-        found = [worker for worker in present if which in (worker.id, worker.device.id)]
-        if not found:
-            raise unknown_name("worker", which, [worker.id for worker in present])
-        if len(found) > 1:
-            listed = ", ".join(worker.id for worker in found)
-            raise UsageError(f"{which} has several workers: {listed}. Name one of them.")
-        return found[0]
 
     def _warn_of_haste(self) -> None:
         now = time.monotonic()

@@ -37,6 +37,7 @@ from openclaw_nb.protocol.messages import (
     Reply,
     RunCell,
     Shown,
+    StrategySpec,
     Whereabouts,
 )
 
@@ -280,9 +281,14 @@ class CellRun:
         return self._mender is not None
 
     @property
-    def has_strategy(self) -> bool:
-        """Whether a strategy runs it."""
-        return self._command is not None and self._command.strategy is not None
+    def strategy(self) -> StrategySpec | None:
+        """How it is run in parallel; None as it stands, and when another process has begun it."""
+        return self._command.strategy if self._command is not None else None
+
+    @property
+    def num_steps(self) -> int:
+        """How many steps its ranks have told of."""
+        return max(list(self._num_steps.values()), default=0)
 
     @property
     def goes_on(self) -> bool:

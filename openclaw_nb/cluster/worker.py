@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from openclaw_nb.cluster.devices import Device
+from openclaw_nb.core.errors import UsageError, unknown_name
 
 
 @dataclass
@@ -47,6 +48,25 @@ class Worker:
         if self.spare:
             return "spare"
         return "busy" if self.busy_with else "idle"
+
+
+def find_worker(which: str, workers: Sequence[Worker]) -> Worker:
+    """Return the worker of an id, or of a device's id.
+
+    Raises
+    ------
+    UnknownNameError
+        When there is none.
+    UsageError
+        When the device has several.
+    """
+    found = [worker for worker in workers if which in (worker.id, worker.device.id)]
+    if not found:
+        raise unknown_name("worker", which, [worker.id for worker in workers])
+    if len(found) > 1:
+        listed = ", ".join(worker.id for worker in found)
+        raise UsageError(f"{which} has several workers: {listed}. Name one of them.")
+    return found[0]
 
 
 class HasSpare(Protocol):

@@ -21,6 +21,7 @@ from openclaw_nb.cluster.master import MasterNode
 from openclaw_nb.cluster.run import CellRun, Output, RunResult
 from openclaw_nb.notebook.failure import cell_error, waiting_text
 from openclaw_nb.notebook.live import LiveOutput, SlotSink, TextSink
+from openclaw_nb.notebook.resilience import resilience_table
 from openclaw_nb.notebook.targets import Place
 from openclaw_nb.protocol.messages import Measured, StrategySpec
 
@@ -111,6 +112,8 @@ def run_cell(
         begun.output.finish()
     for note in [*result.notes, *(master.take_notes() if master.running else [])]:
         tell(note)
+    if (report := master.take_report()) is not None:
+        tell(repr(resilience_table(report)))
     if not result.ok:
         raise cell_error(result, begun.places, notebook, replaced=begun.replaced)
     return result

@@ -17,6 +17,7 @@ from typing import Any, NoReturn
 
 from openclaw_nb.cluster.launch import BACKENDS, COMMUNICATIONS
 from openclaw_nb.core.errors import UsageError, unknown_name
+from openclaw_nb.plan.chaos import FAULTS
 from openclaw_nb.protocol.messages import StrategySpec
 from openclaw_nb.strategies import STRATEGIES, canonical_strategy
 from openclaw_nb.strategies.data_parallel import MODES
@@ -350,6 +351,34 @@ VERBS: dict[str, Command] = {
                     ("--retries",),
                     "after how many deaths in a row, without a step in between, a cell goes on (3)",
                     settings={"type": _count, "metavar": "R", "default": 3},
+                ),
+            ),
+        ),
+        (
+            "chaos",
+            "Plant one real fault into the strategy cell that runs, or the next one, and report what comes of it.",
+            (
+                Argument(
+                    ("fault",),
+                    "what happens; off takes a planted one back, without a word the newest is shown",
+                    (*FAULTS, "off"),
+                    {"nargs": "?", "default": None},
+                ),
+                Argument(
+                    ("--at",),
+                    "after which step of the cell (1)",
+                    settings={"type": _whole, "metavar": "STEP"},
+                ),
+                Argument(
+                    ("--random",),
+                    "after one of the next 50 steps, drawn with this seed",
+                    settings={"type": _whole, "metavar": "SEED"},
+                ),
+                Argument(
+                    ("--worker",),
+                    "whom it strikes: an id, or a device; the last rank, rank 0 for checkpoints",
+                    "worker",
+                    {"metavar": "WORKER"},
                 ),
             ),
         ),

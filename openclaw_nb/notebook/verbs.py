@@ -15,6 +15,7 @@ from openclaw_nb.core.errors import UsageError
 from openclaw_nb.notebook import transfer
 from openclaw_nb.notebook.cellrun import CellRequest, places_of
 from openclaw_nb.notebook.progress import ProgressBar
+from openclaw_nb.notebook.resilience import PlantedFault
 from openclaw_nb.notebook.tables import Message, Table, cluster_table, device_table, status_table
 from openclaw_nb.notebook.targets import resolve_targets
 from openclaw_nb.session import OpenClawCluster, Session
@@ -239,6 +240,19 @@ def _recover(context: Context, options: argparse.Namespace) -> Message:
     )
 
 
+def _chaos(context: Context, options: argparse.Namespace) -> Message | PlantedFault:
+    master = context.session.master
+    if options.fault == "off":
+        return Message("Taken back." if master.unplant() else "No fault is planted.")
+    if options.fault is not None:
+        return PlantedFault(
+            master.plant(options.fault, step=options.at, seed=options.random, worker=options.worker)
+        )
+    if master.chaos is None:
+        return Message("No fault is planted. %openclaw chaos --help says which there are.")
+    return PlantedFault(master.chaos)
+
+
 def _interrupt(context: Context, options: argparse.Namespace) -> Message:
     stopped = context.session.master.interrupt()
     return Message("Stopped; variables kept." if stopped else "Nothing runs on the workers.")
@@ -270,6 +284,7 @@ HANDLERS: dict[str, Callable[[Context, argparse.Namespace], Any]] = {
     "add": _add,
     "remove": _remove,
     "recover": _recover,
+    "chaos": _chaos,
     "interrupt": _interrupt,
     "reset": _reset,
 }
