@@ -87,7 +87,8 @@ def test_training_goes_on_after(cluster: Lab, kind: str) -> None:
     assert said["steps"] == "40 in all, none lost; 1 batch repeated"
     assert "takes part as rank 1" in said["workers"]
     assert said["the cell"] == "ended well"
-    assert not psutil.pid_exists(before[worker[1]]), "what was given up does not come back"
+    there = {record.pid for record in processes_of(cluster.master.cluster_id)}
+    assert before[worker[1]] not in there, "what was given up does not come back"
     check_parameters(cluster, loop)
 
 
