@@ -13,19 +13,21 @@ from openclaw_nb._version import __version__
 
 if TYPE_CHECKING:
     from openclaw_nb.cluster.master import MasterNode
-    from openclaw_nb.session import OpenClawCluster
+    from openclaw_nb.session import OpenClawCluster, resize_workers
 
 __all__ = [
     "MasterNode",
     "OpenClawCluster",
     "__version__",
     "load_ipython_extension",
+    "resize_workers",
     "unload_ipython_extension",
 ]
 
 _HOMES = {
     "MasterNode": "openclaw_nb.cluster.master",
     "OpenClawCluster": "openclaw_nb.session",
+    "resize_workers": "openclaw_nb.session",
 }
 
 

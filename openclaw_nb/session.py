@@ -20,6 +20,7 @@ from openclaw_nb.cluster.files import end_abandoned
 from openclaw_nb.cluster.launch import check_devices, check_installed, check_words
 from openclaw_nb.cluster.master import MasterNode
 from openclaw_nb.cluster.run import CellRun, RunResult
+from openclaw_nb.cluster.worker import Worker, count_text
 from openclaw_nb.core.errors import AlreadyStartedError, NotStartedError, RemoteCellError, unknown_name
 from openclaw_nb.core.host import available_memory_bytes
 from openclaw_nb.core.text import is_set
@@ -105,10 +106,12 @@ class Session:
                 backend=cluster.backend,
                 communication=cluster.communication,
                 lease_seconds=cluster.lease_seconds,
+                oversubscribe=cluster.oversubscribe,
             )
+            num_working = len(devices) - cluster.spares
             try:
                 master.start()
-                master.start_workers(devices, progress)
+                master.start_workers(devices[:num_working], progress, spares=devices[num_working:])
             except BaseException:
                 master.stop()
                 raise
@@ -149,7 +152,7 @@ class Session:
         if self.cluster is not None:
             running = self.cluster.master
             raise AlreadyStartedError(
-                f"The cluster {running.name!r} runs already, with {len(running.workers)} workers. "
+                f"The cluster {running.name!r} runs already, with {count_text(running.workers)}. "
                 "Use it, or end it first (%openclaw stop)."
             )
 
@@ -206,6 +209,8 @@ class OpenClawCluster:
         What the workers communicate with; see `MasterNode`.
     oversubscribe : bool
         Start also with more workers than devices, or little memory, as with ``OPENCLAW_OVERSUBSCRIBE=1``.
+    spares : int
+        How many more workers wait, to take the place of one that dies in a cell (`MasterNode.enable_auto_recovery`).
     lease_seconds : float
         How long the workers, and a cell that runs on them, wait for a new owner (`attach`) when this process ends, in
         whatever way, without `stop` or `detach`.
@@ -232,8 +237,10 @@ class OpenClawCluster:
         communication: str = "auto",
         oversubscribe: bool = False,
         lease_seconds: float = 0.0,
+        spares: int = 0,
     ) -> None:
         self.lease_seconds = lease_seconds
+        self.spares = spares
         self.workers = workers
         self.devices = devices
         self.name = name
@@ -313,7 +320,8 @@ class OpenClawCluster:
     def _ranks_on(self, devices: Sequence[str] | None) -> list[int] | None:
         if devices is None:
             return None
-        ranks = {worker.device.id: rank for rank, worker in enumerate(self.master.workers)}
+        working = [worker for worker in self.master.workers if not worker.spare]
+        ranks = {worker.device.id: rank for rank, worker in enumerate(working)}
         for device in devices:
             if device not in ranks:
                 raise unknown_name("device of the cluster", device, ranks)
@@ -360,7 +368,7 @@ class OpenClawCluster:
         if not self.running:
             return "<OpenClawCluster: not running>"
         master = self.master
-        return f"<OpenClawCluster {master.name}: {len(master.workers)} workers, {master.communication}>"
+        return f"<OpenClawCluster {master.name}: {count_text(master.workers)}, {master.communication}>"
 
 
 def _what_failed(result: RunResult) -> str:
@@ -380,6 +388,17 @@ def current_session() -> Session:
     return _session
 
 
+def resize_workers(num_workers: int) -> list[Worker]:
+    """Add workers to this process's cluster, or remove the last ones; see `MasterNode.resize_workers`.
+
+    Raises
+    ------
+    NotStartedError
+        When none runs.
+    """
+    return current_session().master.resize_workers(num_workers)
+
+
 def _choose(cluster: OpenClawCluster) -> list[Device]:
     return choose_devices(
         cluster.workers,
@@ -387,4 +406,5 @@ def _choose(cluster: OpenClawCluster) -> list[Device]:
         available=list_devices(),
         memory_available_bytes=available_memory_bytes(),
         oversubscribe=cluster.oversubscribe or is_set(os.environ, "OPENCLAW_OVERSUBSCRIBE"),
+        num_spares=cluster.spares,
     )

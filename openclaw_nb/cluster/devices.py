@@ -104,6 +104,7 @@ def choose_devices(
     available: Sequence[Device],
     memory_available_bytes: int,
     oversubscribe: bool = False,
+    num_spares: int = 0,
 ) -> list[Device]:
     """Decide which device each worker gets.
 
@@ -119,32 +120,36 @@ def choose_devices(
         Host memory that new processes can take.
     oversubscribe : bool
         Let workers share devices, and start with less than 2 GiB a worker.
+    num_spares : int
+        How many more workers wait; each gets a device beside those of the others, of the same kind.
 
     Returns
     -------
     list of Device
-        One per worker, in the order of ranks.
+        One per worker, in the order of ranks, then one per spare.
 
     Raises
     ------
     UsageError
-        If the number is no count, or differs from the number of ids given.
+        If a number is no count, or differs from the number of ids given.
     UnknownNameError
         If an id does not exist on this machine.
     ResourceError
-        If there are more workers than devices, an id comes twice, or memory is short.
+        If there are more workers than devices, an id comes twice, or memory is short; spares count, too.
     """
     if not available:
         raise ResourceError("This machine shows no device to run a worker on.")
     _check_count(num_workers)
+    _check_spares(num_spares)
     named = _named_ids(devices)
     if named is not None:
         chosen = _explicit(named, num_workers, available, oversubscribe)
     else:
-        chosen = _automatic(num_workers, available, memory_available_bytes, oversubscribe)
+        chosen = _automatic(num_workers, available, memory_available_bytes, oversubscribe, num_spares)
+    chosen += _further(num_spares, chosen, available, oversubscribe, num_spares)
     nobody_asked = named is None and num_workers is None and len(chosen) == 1
     if not oversubscribe and not nobody_asked:
-        _check_memory(len(chosen), memory_available_bytes)
+        _check_memory(len(chosen), memory_available_bytes, num_spares)
     return chosen
 
 
@@ -170,7 +175,7 @@ def choose_more(
     Raises
     ------
     UsageError, UnknownNameError, ResourceError
-        As `choose_devices`; also for a device that is in use, and for the address of another host.
+        As `choose_devices`; also for a device that is in use, ``"auto"``, and for the address of another host.
     """
     if isinstance(where, str) and ":" in where:
         raise UsageError(
@@ -178,7 +183,9 @@ def choose_more(
         )
     taken = {device.id for device in used}
     if isinstance(where, str):
-        chosen = _explicit(_named_ids(where) or [], None, available, oversubscribe)
+        if (named := _named_ids(where)) is None:
+            raise UsageError(f"{where!r} does not say how many: give a number, or devices of this machine.")
+        chosen = _explicit(named, None, available, oversubscribe)
         doubled = [device.id for device in chosen if device.id in taken]
         if doubled and not oversubscribe:
             raise ResourceError(
@@ -186,15 +193,28 @@ def choose_more(
             )
     else:
         _check_count(where)
-        kind = used[0].kind if used else "cpu"
-        pool = [device for device in available if device.kind == kind]
-        free = [device for device in pool if device.id not in taken]
-        if where > len(free) and not oversubscribe:
-            raise _too_many(len(used) + where, pool)
-        chosen = [*free, *islice(cycle(pool), where)][:where]
+        chosen = _further(where, used, available, oversubscribe)
     if not oversubscribe:
         _check_memory(len(chosen), memory_available_bytes)
     return chosen
+
+
+def _further(
+    count: int, used: Sequence[Device], available: Sequence[Device], oversubscribe: bool, num_spares: int = 0
+) -> list[Device]:
+    """Return so many devices beside those that are used, of the same kind."""
+    kind = used[0].kind if used else "cpu"
+    taken = {device.id for device in used}
+    pool = [device for device in available if device.kind == kind]
+    free = [device for device in pool if device.id not in taken]
+    if count > len(free) and not oversubscribe:
+        raise _too_many(len(used) + count, pool, num_spares)
+    return [*free, *islice(cycle(pool), count)][:count]
+
+
+def _check_spares(num_spares: int) -> None:
+    if isinstance(num_spares, bool) or not isinstance(num_spares, int) or num_spares < 0:
+        raise UsageError(f"The number of spares must be a whole number, 0 or more, not {num_spares!r}.")
 
 
 def _check_count(num_workers: int | None) -> None:
@@ -250,34 +270,47 @@ def _unknown_device(device_id: str, available: Sequence[Device]) -> UnknownNameE
 
 
 def _automatic(
-    num_workers: int | None, available: Sequence[Device], memory_available_bytes: int, oversubscribe: bool
+    num_workers: int | None,
+    available: Sequence[Device],
+    memory_available_bytes: int,
+    oversubscribe: bool,
+    num_spares: int = 0,
 ) -> list[Device]:
     pool = [device for device in available if device.kind == "gpu"] or list(available)
     if num_workers is None:
-        fitting = max(1, memory_available_bytes // MEMORY_PER_WORKER_BYTES)
-        return pool if pool[0].kind == "gpu" else pool[:fitting]
-    if num_workers > len(pool) and not oversubscribe:
-        raise _too_many(num_workers, pool)
+        fitting = len(pool)
+        if pool[0].kind == "cpu":
+            fitting = min(fitting, memory_available_bytes // MEMORY_PER_WORKER_BYTES)
+        return pool[: max(1, fitting - num_spares)]
+    if num_workers + num_spares > len(pool) and not oversubscribe:
+        raise _too_many(num_workers + num_spares, pool, num_spares)
     return list(islice(cycle(pool), num_workers))
 
 
-def _too_many(num_workers: int, pool: Sequence[Device]) -> ResourceError:
+def _too_many(num_workers: int, pool: Sequence[Device], num_spares: int = 0) -> ResourceError:
     what = "GPUs" if pool[0].kind == "gpu" else "cores"
     return ResourceError(
-        f"{num_workers} workers were asked for, but this machine has {len(pool)} {what} to use. "
+        f"{_counted(num_workers, num_spares)} were asked for, but this machine has {len(pool)} {what} to use. "
         f"Ask for at most {len(pool)}, or let them share {what}: "
         "--oversubscribe or OPENCLAW_OVERSUBSCRIBE=1."
     )
 
 
-def _check_memory(num_workers: int, memory_available_bytes: int) -> None:
+def _counted(num_workers: int, num_spares: int) -> str:
+    if not num_spares:
+        return f"{num_workers} workers"
+    spares = "1 spare counts" if num_spares == 1 else f"{num_spares} spares count"
+    return f"{num_workers} workers ({spares}, too)"
+
+
+def _check_memory(num_workers: int, memory_available_bytes: int, num_spares: int = 0) -> None:
     each = memory_available_bytes / num_workers
     if each >= MEMORY_PER_WORKER_BYTES:
         return
     fitting = memory_available_bytes // MEMORY_PER_WORKER_BYTES
     advice = f"Ask for at most {fitting}, free memory" if fitting else "Free memory"
     raise ResourceError(
-        f"{num_workers} workers would have {each / _GIB:.1f} GiB of memory each "
+        f"{_counted(num_workers, num_spares)} would have {each / _GIB:.1f} GiB of memory each "
         f"({memory_available_bytes / _GIB:.1f} GiB are available), and each needs "
         f"{MEMORY_PER_WORKER_BYTES / _GIB:.0f} GiB. {advice}, or start all the same: "
         "--oversubscribe or OPENCLAW_OVERSUBSCRIBE=1."

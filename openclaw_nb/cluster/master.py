@@ -14,10 +14,13 @@ import contextlib
 import math
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from openclaw_nb.cluster.adopted import AdoptedRun, newest
+from openclaw_nb.cluster.chaos import Chaos, OwnProcesses
 from openclaw_nb.cluster.devices import Device
 from openclaw_nb.cluster.exchange import Exchange
 from openclaw_nb.cluster.files import ClusterFiles
@@ -39,6 +42,8 @@ from openclaw_nb.core.errors import (
     unknown_name,
 )
 from openclaw_nb.core.table import Table
+from openclaw_nb.plan.chaos import Report, plan_fault
+from openclaw_nb.plan.recovery import check_interval, why_not_elastic
 from openclaw_nb.plan.release import Limits
 from openclaw_nb.protocol.messages import Event, Measured, RunCell, SetPace, StrategySpec
 
@@ -52,6 +57,7 @@ _NOT_SHARED = (
     "The cell that runs does not share its batches out by speed: only data-parallel cells with --mode gradient and "
     "--split loader do, which this notebook has begun on workers of the backend local. Wait for its end."
 )
+_NO_RECOVERY = "recovery does not apply to this cell: {why}"
 _NOT_STARTED = "No cluster is running. Start one with %openclaw start (or MasterNode.start())."
 
 
@@ -79,6 +85,8 @@ class MasterNode:
     ----------
     last_run : CellRun or None
         The cell that runs, or ran last.
+    chaos : Chaos or None
+        The fault that was planted last (`plant`).
     problem : str
         Why the cluster can do nothing any more; "" while it can.
 
@@ -124,10 +132,13 @@ class MasterNode:
         self._limits = Limits()
         self._resizes: list[float] = []
         self._max_retries = 0
+        self._checkpoint_every = ""
+        self._is_report_taken = False
         self._run_count = 0
         self._run_prefix = new_cluster_id()[:8]  # another owner of the cluster may have counted runs before
         self.last_run: CellRun | None = None
         self.problem = ""
+        self.chaos: Chaos | None = None
 
     # --------------------------------------------------------------------------------- start, stop
 
@@ -257,6 +268,7 @@ class MasterNode:
         self._forget()
 
     def _stop_following(self) -> None:
+        self.unplant()
         self._members.close()
         if self._run is not None:
             self._run.leave("The notebook has left the cluster; the cell goes on there.")
@@ -328,6 +340,7 @@ class MasterNode:
         if self._run is not None:
             self._run.interrupt()
             self._run.wait(3)
+        self.unplant()
         if self._membership is not None:
             self._membership.close()
         if self._door is not None:
@@ -431,7 +444,11 @@ class MasterNode:
         self._refuse_while_a_cell_runs()
         members.ensure_ready(on_wait)
         ranks, absent = self._gather_ranks(targets, alone=strategy is not None)
-        elastic = self._is_elastic(strategy) and not verify_steps
+        strategy = self._with_interval(strategy)
+        why_not = why_not_elastic(strategy)
+        elastic = self.replaces_workers and not why_not and not verify_steps
+        if strategy is not None and why_not and self._max_retries and not verify_steps:
+            members.notes.append(_NO_RECOVERY.format(why=why_not))
         with self._lock:
             if self._run is not None and self._run.running:
                 raise ClusterError(_BUSY)
@@ -450,6 +467,8 @@ class MasterNode:
             run.limits = self._limits
             self._run = self.last_run = run
         members.mark_running(run_id, ranks.values())
+        if strategy is not None and not verify_steps:
+            self._arm(run, strategy)
         run.start(
             RunCell(
                 run_id=run_id,
@@ -460,20 +479,16 @@ class MasterNode:
                 compare_names=strategy is not None and not verify_steps,
                 verify_steps=verify_steps,
                 elastic=elastic,
-                pace=self._paces.command(run_id, shared=self._is_elastic(strategy)),
+                pace=self._paces.command(run_id, shared=elastic),
             )
         )
         return run
 
-    def _is_elastic(self, strategy: StrategySpec | None) -> bool:
-        """Whether a cell goes on when ranks go or come: in data parallel each rank has all that it takes."""
-        return (
-            self.replaces_workers
-            and strategy is not None
-            and strategy.name == "data_parallel"
-            and strategy.split == "loader"
-            and strategy.options.get("mode", "gradient") == "gradient"
-        )
+    def _with_interval(self, strategy: StrategySpec | None) -> StrategySpec | None:
+        """Let a cell that writes checkpoints, and does not say how often, do it as `enable_auto_recovery` says."""
+        if strategy is None or not self._checkpoint_every or not strategy.options.get("checkpoint"):
+            return strategy
+        return replace(strategy, options={"checkpoint_every": self._checkpoint_every, **strategy.options})
 
     def _gather_ranks(
         self, targets: Sequence[int] | None, *, alone: bool
@@ -501,6 +516,8 @@ class MasterNode:
         return {rank: ranks[rank] for rank in targets}
 
     def _on_run_finished(self, result: RunResult) -> None:
+        if (chaos := self._chaos_of(self._run)) is not None:
+            chaos.finish(result)
         busy = [self._run.ranks[r] for r in result.busy] if self._run else []
         if self._membership is not None and isinstance(self._run, AdoptedRun):
             self._membership.end_forming()
@@ -509,6 +526,8 @@ class MasterNode:
             # A release cuts the group's collectives, also when every rank came out well in the same instant.
             there = set(self._run.ranks.values()) if self._run is not None else set()
             joined = [change.worker for change in result.joined if change.worker in there]
+            if result.died and self._max_retries and self._run is not None and self._run.strategy is None:
+                self._membership.notes.append(_NO_RECOVERY.format(why=why_not_elastic(None)))
             self._membership.after_run(clean=result.ok and not result.cause, busy=busy, joined=joined)
 
     def interrupt(self) -> bool:
@@ -544,28 +563,115 @@ class MasterNode:
         if self._run is not None:
             self._run.limits = self._limits
 
-    def enable_auto_recovery(self, *, max_retries: int = 3) -> None:
+    def enable_auto_recovery(self, checkpoint_interval: float = 300, max_retries: int = 3) -> None:
         """Let data-parallel cells go on when a worker dies, from the next cell on.
 
         The others repeat the batch of that moment among themselves, so that the parameters are those of the
-        undisturbed run, and a new process takes the place of the one that died when the cell has ended. An error that
-        the cell's own code raises ends it as ever.
+        undisturbed run, and a spare or a new process takes the place of the one that died. An error that the cell's own
+        code raises ends it as ever. To cells that cannot go on so, as with local steps, this is said.
 
         Parameters
         ----------
+        checkpoint_interval : float
+            How many seconds apart checkpoints are in cells that write them (``--checkpoint DIR``) and do not say how
+            often.
         max_retries : int
             After how many deaths in a row, without a step in between, a cell goes on; 0 for none.
 
         Raises
         ------
         UsageError
-            For a negative count, or where one death ends all workers (MPI).
+            For an interval that is no number above 0, a negative count, or where one death ends all workers (MPI).
         """
+        every = check_interval(checkpoint_interval)
         if isinstance(max_retries, bool) or not isinstance(max_retries, int) or max_retries < 0:
             raise UsageError(f"max_retries={max_retries!r}: give a whole number, 0 or more.")
         if max_retries and not self.replaces_workers:
             raise UsageError(f"Cells cannot go on after a death here. {SET_ENDED}")
-        self._max_retries = max_retries
+        self._max_retries, self._checkpoint_every = max_retries, every
+
+    # ---------------------------------------------------------------------------------------- faults
+
+    def plant(
+        self, kind: str, *, step: int | None = None, seed: int | None = None, worker: str | None = None
+    ) -> Chaos:
+        """Plant one real fault into the cell with a strategy that runs, or else into the next one.
+
+        Nothing stays stopped or limited after the cell; what the fault itself breaks is broken.
+
+        Parameters
+        ----------
+        kind : {"kill", "stop", "slow", "oom", "disk-full", "corrupt-checkpoint"}
+            What happens; see `plan.chaos.FAULTS`.
+        step : int, optional
+            After which step of the cell, as soon as the ranks tell of it, five times a second; 1 when not given.
+        seed : int, optional
+            Instead, draw one of the next 50 steps with this seed.
+        worker : str, optional
+            The worker that is struck, by its id or its device's; the last rank's when not given, rank 0's for
+            checkpoints.
+
+        Returns
+        -------
+        Chaos
+            Its ``wait()`` returns the report when the cell has ended.
+
+        Raises
+        ------
+        UsageError
+            For what cannot be planted, or while another fault is.
+        """
+        members = self._members
+        if self.chaos is not None and self.chaos.report is None:
+            raise UsageError(
+                f"One fault at a time: {self.chaos.fault} is planted already. %openclaw chaos off takes it back."
+            )
+        if worker is not None:
+            worker = find_worker(members.members, worker).id
+        fault = plan_fault(kind, step=step, seed=seed, worker=worker)
+        self.chaos, self._is_report_taken = Chaos(fault, OwnProcesses(self.cluster_id)), False
+        run = self._run
+        if run is not None and run.running and run.strategy is not None:
+            self._arm(run, run.strategy)
+            if run.result is not None:  # it has ended meanwhile
+                self.chaos.finish(run.result)
+        return self.chaos
+
+    def unplant(self) -> bool:
+        """Take back a fault that was planted, and what it has stopped or limited; return whether there was one."""
+        chaos = self.chaos
+        if chaos is None or chaos.report is not None:
+            return False
+        self.chaos = None
+        chaos.put_back()
+        return True
+
+    def take_report(self) -> Report | None:
+        """Return what came of the fault in the last cell, once; None when none was planted into it."""
+        chaos = self.chaos
+        if chaos is None or chaos.report is None or self._is_report_taken:
+            return None
+        self._is_report_taken = True
+        return chaos.report
+
+    def _arm(self, run: CellRun, strategy: StrategySpec) -> None:
+        """Let the planted fault, if there is one, strike this cell."""
+        chaos, workers = self.chaos, self._members.workers
+        if chaos is None or chaos.run_id:
+            return
+        directory = None
+        if strategy.options.get("checkpoint"):
+            directory = Path(strategy.options["checkpoint"]).expanduser().absolute()
+        chaos.begin(
+            run.run_id,
+            lambda: {rank: workers[number] for rank, number in dict(run.ranks).items()},
+            run.num_steps,
+            directory,
+        )
+
+    def _chaos_of(self, run: CellRun | None) -> Chaos | None:
+        chaos = self.chaos
+        return chaos if chaos is not None and run is not None and chaos.run_id == run.run_id else None
 
     # --------------------------------------------------------------------------------- more, and fewer
 
@@ -709,6 +815,21 @@ class MasterNode:
             raise UsageError(f"The number of workers cannot change here. {SET_ENDED}")
         return Resizer(members, self._run, self._save_state, self._resizes, oversubscribe=self.oversubscribe)
 
+    def ensure_ready(self, on_wait: Callable[[str], None] | None = None) -> None:
+        """Wait until the process group stands, as each cell does; at once when it does.
+
+        Parameters
+        ----------
+        on_wait : callable, optional
+            Told what is waited for.
+
+        Raises
+        ------
+        ClusterError
+            When it cannot.
+        """
+        self._members.ensure_ready(on_wait)
+
     def reset(self, replace_busy: bool = False, on_wait: Callable[[str], None] | None = None) -> int:
         """Form a fresh process group; the workers' variables stay.
 
@@ -809,6 +930,8 @@ class MasterNode:
         if isinstance(event, Measured) and not (isinstance(run, AdoptedRun) and run.run_id == event.run_id):
             self._tell(event)
         run.tell(event)
+        if isinstance(event, Measured) and (chaos := self._chaos_of(run)) is not None:
+            chaos.measured(event.worker, event.steps)
 
     def _tell(self, event: Event) -> None:
         for listener in list(self._listeners):
@@ -830,6 +953,8 @@ class MasterNode:
     def _on_died(self, number: int) -> None:
         run = self._run
         running = run is not None and run.running
+        if (chaos := self._chaos_of(run)) is not None:
+            chaos.died(number)
         if run is not None:
             run.worker_died(number)
         if self._membership is not None:

@@ -70,6 +70,18 @@ def create_time(pid: int) -> float | None:
     return _proc_create_time(pid) if _HAS_PROC else _psutil_create_time(pid)
 
 
+def record_of(pid: int, cluster_id: str) -> ProcessRecord | None:
+    """Return the record of a living process, if it carries the cluster's mark.
+
+    Raises
+    ------
+    UsageError
+        If `cluster_id` is not an id.
+    """
+    _check_id(cluster_id)
+    return _record(pid, cluster_id)
+
+
 def processes_of(cluster_id: str) -> list[ProcessRecord]:
     """List the living processes that carry a cluster's mark, the calling process left out.
 

@@ -47,6 +47,7 @@ from openclaw_nb.protocol.messages import (
     RunCell,
     SetPace,
     Shown,
+    StrategySpec,
     Whereabouts,
 )
 
@@ -213,6 +214,7 @@ class CellRun:
         self._mender, self._max_retries = mender, max_retries
         self._changes: list[Change] = []
         self._died_at = 0.0
+        self._command: RunCell | None = None
         self._num_failures = 0
         self._former: dict[int, int] = {}
         self._waiting: list[int] = []
@@ -302,6 +304,16 @@ class CellRun:
         return self._mender is not None
 
     @property
+    def strategy(self) -> StrategySpec | None:
+        """How it is run in parallel; None as it stands, and when another process has begun it."""
+        return self._command.strategy if self._command is not None else None
+
+    @property
+    def num_steps(self) -> int:
+        """How many steps its ranks have told of."""
+        return max(list(self._num_steps.values()), default=0)
+
+    @property
     def goes_on(self) -> bool:
         """Whether it goes on after deaths."""
         return self._mender is not None and self._max_retries > 0
@@ -365,6 +377,7 @@ class CellRun:
                 self._release("interrupted", grace_seconds=0.0)
 
     def _set_pace(self, command: SetPace) -> None:
+        assert self._command is not None
         self._command = replace(self._command, pace=command)
         for number in self.ranks.values():
             self._channel.request_at_once(number, command)
@@ -446,6 +459,7 @@ class CellRun:
             group = groups[number]
             self._epoch = group.epoch
             if rank in newcomers:
+                assert self._command is not None
                 self._send(rank, EnterCell(cell=self._command, group=group))
             else:
                 command = Regroup(run_id=self.run_id, group=group, cause=cause)

@@ -16,7 +16,8 @@ class DeviceStatus:
 
     A reading that does not exist on this machine is None. Utilisation is in percent, memory in bytes,
     temperature in degrees Celsius, power in watts. ``seen`` is when the worker last told what it does, in seconds since
-    the epoch: one that is stopped, or in native code that lets nothing else run, falls silent.
+    the epoch: one that is stopped, or in native code that lets nothing else run, falls silent. ``spare`` says that
+    it waits to take another's place.
     """
 
     id: str
@@ -32,6 +33,7 @@ class DeviceStatus:
     pid: int | None
     work: str
     seen: float
+    spare: bool = False
 
 
 class StatusReader:
@@ -64,4 +66,5 @@ class StatusReader:
             pid=worker.pid,
             work=work,
             seen=time.time() - (time.monotonic() - worker.seen),  # right also when the host's clock was set
+            spare=worker.spare,
         )

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from openclaw_nb.cluster.devices import Device
 from openclaw_nb.core.errors import UsageError, unknown_name
@@ -66,3 +67,19 @@ def find_worker(workers: Sequence[Worker], which: str) -> Worker:
         listed = ", ".join(worker.id for worker in found)
         raise UsageError(f"{which} has several workers: {listed}. Name one of them.")
     return found[0]
+
+
+class HasSpare(Protocol):
+    """A worker, or a record of one."""
+
+    @property
+    def spare(self) -> bool:
+        """Whether it waits to take another's place."""
+
+
+def count_text(workers: Iterable[HasSpare]) -> str:
+    """Return how many workers there are, such as ``2 workers and 1 spare``."""
+    spares = [worker.spare for worker in workers]
+    num_spares, num_working = spares.count(True), spares.count(False)
+    words = f"{num_working} worker{'s' * (num_working != 1)}"
+    return f"{words} and {num_spares} spare{'s' * (num_spares != 1)}" if num_spares else words

@@ -27,12 +27,15 @@ class Table(Sequence[Any]):
         What is shown.
     records : tuple
         What the rows stand for, one a row.
+    notes : tuple of str
+        Lines below the table.
     """
 
     title: str
     columns: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
     records: tuple[Any, ...] = ()
+    notes: tuple[str, ...] = ()
 
     def __len__(self) -> int:
         return len(self.records)
@@ -44,15 +47,15 @@ class Table(Sequence[Any]):
         return iter(self.records)
 
     def __repr__(self) -> str:
-        if not self.rows:
-            return self.title
-        return f"{self.title}\n{aligned([self.columns, *self.rows], indent='  ')}"
+        table = [aligned([self.columns, *self.rows], indent="  ")] if self.rows else []
+        return "\n".join([self.title, *table, *self.notes])
 
     def _repr_html_(self) -> str:
         head = "".join(f'<th scope="col">{html.escape(name)}</th>' for name in self.columns)
         body = "".join(f"<tr>{_html_cells(row)}</tr>" for row in self.rows)
         table = f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>" if self.rows else ""
-        return f"<div>{html.escape(self.title)}</div>{table}"
+        notes = "".join(f"<div>{html.escape(note)}</div>" for note in self.notes)
+        return f"<div>{html.escape(self.title)}</div>{table}{notes}"
 
 
 def _html_cells(row: Sequence[str]) -> str:

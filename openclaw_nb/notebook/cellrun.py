@@ -21,6 +21,7 @@ from openclaw_nb.cluster.master import MasterNode
 from openclaw_nb.cluster.run import CellRun, Output, RunResult
 from openclaw_nb.notebook.failure import cell_error, waiting_text
 from openclaw_nb.notebook.live import LiveOutput, SlotSink, TextSink
+from openclaw_nb.notebook.resilience import resilience_table
 from openclaw_nb.notebook.targets import Place
 from openclaw_nb.protocol.messages import Measured, StrategySpec
 
@@ -111,6 +112,8 @@ def run_cell(
         begun.output.finish()
     for note in [*result.notes, *(master.take_notes() if master.running else [])]:
         tell(note)
+    if (report := master.take_report()) is not None:
+        tell(repr(resilience_table(report)))
     if not result.ok:
         raise cell_error(result, begun.places, notebook, replaced=begun.replaced)
     return result
@@ -118,7 +121,8 @@ def run_cell(
 
 def places_of(master: MasterNode) -> dict[int, Place]:
     """Return the worker and the device of each rank."""
-    return {rank: Place(worker.id, worker.device.id) for rank, worker in enumerate(master.workers)}
+    working = (worker for worker in master.workers if not worker.spare)
+    return {rank: Place(worker.id, worker.device.id) for rank, worker in enumerate(working)}
 
 
 def _places_in_run(places: Mapping[int, Place], request: CellRequest) -> dict[int, Place]:

@@ -25,7 +25,7 @@ MATCHER = "openclaw_nb"
 _LINE_MAGIC = re.compile(r"^\s*(?:[\w\s,.\[\]'\"]+=\s*)?%openclaw[ \t]+(.*)$")
 _CELL_MAGIC = re.compile(r"^\s*%%?openclaw_parallel[ \t]+(.*)$")
 _CELL_START = re.compile(r"\s*(?:%%\w+.*\n)*%%openclaw_parallel\b")
-_LISTED = {"device", "target"}  # kinds of which several may be written with commas between
+_LISTED = {"device", "free device", "target"}  # kinds of which several may be written with commas between
 
 
 class Names(Protocol):
@@ -138,9 +138,15 @@ class LiveNames:
             case "device":
                 return [device.id for device in _session().known_devices] + ["auto"]
             case "rank":
-                return [*map(str, range(len(self._workers()))), "all"]
-            case "target":
+                return [*map(str, range(sum(not w.spare for w in self._workers()))), "all"]
+            case "worker":
                 workers = self._workers()
+                return dict.fromkeys([*(w.id for w in workers), *(w.device.id for w in workers)])
+            case "free device":
+                used = {worker.device.id for worker in self._workers()}
+                return [device.id for device in _session().known_devices if device.id not in used]
+            case "target":
+                workers = [worker for worker in self._workers() if not worker.spare]
                 ranks = map(str, range(len(workers)))
                 return dict.fromkeys([*ranks, *(w.id for w in workers), *(w.device.id for w in workers)])
             case "cluster":

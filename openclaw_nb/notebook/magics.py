@@ -98,6 +98,8 @@ class OpenClawMagics(Magics):
 
         master, monitor = context.session.master, context.session.monitor
         handle = run_in_background(master, request, monitor, self.shell.user_ns)
+        for note in master.take_notes():
+            _tell(note)
         if name:
             self.shell.user_ns[name] = handle
         return handle

@@ -17,6 +17,7 @@ from typing import Any, NoReturn
 
 from openclaw_nb.cluster.launch import BACKENDS, COMMUNICATIONS
 from openclaw_nb.core.errors import UsageError, unknown_name
+from openclaw_nb.plan.chaos import FAULTS
 from openclaw_nb.protocol.messages import StrategySpec
 from openclaw_nb.strategies import STRATEGIES, canonical_strategy
 from openclaw_nb.strategies.data_parallel import MODES
@@ -133,6 +134,19 @@ def _count(text: str) -> int:
     return int(text)
 
 
+def _whole(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number, 0 or more")
+    return int(text)
+
+
+def _seconds(text: str) -> float:
+    with contextlib.suppress(ValueError):
+        if 0 < float(text) < float("inf"):
+            return float(text)
+    raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds above 0")
+
+
 def _interval(text: str) -> float:
     with contextlib.suppress(ValueError):
         if 0.1 <= float(text) <= 60:
@@ -182,6 +196,11 @@ VERBS: dict[str, Command] = {
                     "how many workers; by default one a GPU, or as many as cores and memory allow",
                     "count",
                     {"type": _count, "metavar": "N"},
+                ),
+                Argument(
+                    ("--spares",),
+                    "how many more workers wait, to take the place of one that dies in a cell (0)",
+                    settings={"type": _whole, "metavar": "S", "default": 0},
                 ),
                 Argument(
                     ("--devices",), "ids such as GPU-0,GPU-1 or CPU-0, or auto", "device", {"metavar": "IDS"}
@@ -290,6 +309,79 @@ VERBS: dict[str, Command] = {
                 Argument(("--reduce",), "combine the values of all ranks", ("sum", "mean")),
             ),
         ),
+        (
+            "resize",
+            "Add workers, or remove the last ones; a data-parallel cell that runs goes on.",
+            (
+                Argument(
+                    ("workers",),
+                    "how many there are to be",
+                    "count",
+                    {"type": _count},
+                ),
+            ),
+        ),
+        (
+            "add",
+            "Start more workers; a data-parallel cell that runs takes them in.",
+            (
+                Argument(
+                    ("where",),
+                    "how many, or on which devices: 2, or CPU-2,CPU-3",
+                    "free device",
+                ),
+            ),
+        ),
+        (
+            "remove",
+            "End a worker; a data-parallel cell that runs lets it go and loses nothing.",
+            (Argument(("worker",), "its id, or its device's", "worker"),),
+        ),
+        (
+            "recover",
+            "Let data-parallel cells go on when a worker dies, from the next cell on.",
+            (
+                Argument(("switch",), "on or off", ("on", "off")),
+                Argument(
+                    ("--every",),
+                    "how far apart checkpoints are in cells with --checkpoint that do not say it (300)",
+                    settings={"type": _seconds, "metavar": "SECONDS", "default": 300.0},
+                ),
+                Argument(
+                    ("--retries",),
+                    "after how many deaths in a row, without a step in between, a cell goes on (3)",
+                    settings={"type": _count, "metavar": "R", "default": 3},
+                ),
+            ),
+        ),
+        (
+            "chaos",
+            "Plant one real fault into the strategy cell that runs, or the next one, and report what comes of it.",
+            (
+                Argument(
+                    ("fault",),
+                    "what happens; off takes a planted one back, without a word the newest is shown",
+                    (*FAULTS, "off"),
+                    {"nargs": "?", "default": None},
+                ),
+                Argument(
+                    ("--at",),
+                    "after which step of the cell (1)",
+                    settings={"type": _whole, "metavar": "STEP"},
+                ),
+                Argument(
+                    ("--random",),
+                    "after one of the next 50 steps, drawn with this seed",
+                    settings={"type": _whole, "metavar": "SEED"},
+                ),
+                Argument(
+                    ("--worker",),
+                    "whom it strikes: an id, or a device; the last rank, rank 0 for checkpoints",
+                    "worker",
+                    {"metavar": "WORKER"},
+                ),
+            ),
+        ),
         ("interrupt", "Stop what runs on the workers; their variables stay.", ()),
         (
             "reset",
@@ -381,7 +473,8 @@ CELL = Command(
         ),
         Argument(
             ("--checkpoint-every",),
-            "how often: steps, a time, or both, whichever comes first: 100, 300s, 5m, 100,300s (300s)",
+            "how often: steps, a time, or both, whichever comes first: 100, 300s, 5m, 100,300s (300s, or as "
+            "%%openclaw recover says)",
             settings={"metavar": "N|TIME"},
         ),
         Argument(("--keep",), "how many checkpoints are kept (3)", settings={"type": _count, "metavar": "K"}),

@@ -6,9 +6,11 @@ turn the cluster's records into rows.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import count
 from typing import TYPE_CHECKING, Any
 
+from openclaw_nb.cluster.worker import count_text
 from openclaw_nb.core.table import Table
 from openclaw_nb.core.text import size_text
 
@@ -31,21 +33,28 @@ def status_table(master: MasterNode) -> Table:
     """Return the workers of a cluster, their devices and what runs on them."""
     records = master.get_device_status()
     columns = ("rank", "worker", "device", "state", "pid", "busy", "memory", "does")
-    title = f"Cluster {master.name}: {len(records)} workers, {master.communication}, group {master.epoch}"
+    title = f"Cluster {master.name}: {count_text(records)}, {master.communication}, group {master.epoch}"
     if master.backend != "local":
         title += f", backend {master.backend}"
     if master.problem:
         title = f"Cluster {master.name}: {master.problem}"
-    return Table(title, columns, tuple(_status_row(r, s) for r, s in enumerate(records)), tuple(records))
+    return Table(title, columns, tuple(_status_row(r, s) for r, s in _ranked(records)), tuple(records))
 
 
-def _status_row(rank: int, status: DeviceStatus) -> tuple[str, ...]:
+def _ranked(records: Sequence[DeviceStatus]) -> Iterator[tuple[str, DeviceStatus]]:
+    """Yield each record with its rank; a spare has none."""
+    ranks = count()
+    for record in records:
+        yield "-" if record.spare else str(next(ranks)), record
+
+
+def _status_row(rank: str, status: DeviceStatus) -> tuple[str, ...]:
     busy = "-" if status.utilisation is None else f"{status.utilisation:.0f} %"
     memory = size_text(status.memory_used)
     if status.memory_used is not None and status.memory_total is not None:
         memory = f"{memory} of {size_text(status.memory_total)}"
     pid = "-" if status.pid is None else str(status.pid)
-    return (str(rank), status.worker, status.id, status.state, pid, busy, memory, status.work)
+    return (rank, status.worker, status.id, status.state, pid, busy, memory, status.work)
 
 
 def device_table(devices: Sequence[Device], workers_on: Mapping[str, Sequence[str]]) -> Table:

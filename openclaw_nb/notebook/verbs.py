@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -15,12 +15,14 @@ from openclaw_nb.core.errors import UsageError
 from openclaw_nb.notebook import transfer
 from openclaw_nb.notebook.cellrun import CellRequest, places_of
 from openclaw_nb.notebook.progress import ProgressBar
+from openclaw_nb.notebook.resilience import PlantedFault
 from openclaw_nb.notebook.tables import Message, Table, cluster_table, device_table, status_table
 from openclaw_nb.notebook.targets import resolve_targets
 from openclaw_nb.session import OpenClawCluster, Session
 from openclaw_nb.strategies import STRATEGIES, canonical_strategy
 
 if TYPE_CHECKING:
+    from openclaw_nb.cluster.master import MasterNode
     from openclaw_nb.notebook.certificate import Certificate
     from openclaw_nb.notebook.figures import RunFigures
 
@@ -56,6 +58,7 @@ def _start(context: Context, options: argparse.Namespace) -> OpenClawCluster:
         communication=options.communication,
         oversubscribe=options.oversubscribe,
         lease_seconds=options.lease or 0.0,
+        spares=options.spares,
     )
     with context.bar("Starting the cluster") as bar:
         return cluster.start(bar)
@@ -71,7 +74,8 @@ def _devices(context: Context, options: argparse.Namespace) -> Table:
     cluster = context.session.cluster
     workers_on: dict[str, list[str]] = {}
     for worker in cluster.master.workers if cluster is not None else ():
-        workers_on.setdefault(worker.device.id, []).append(worker.id)
+        named = f"{worker.id} (spare)" if worker.spare else worker.id
+        workers_on.setdefault(worker.device.id, []).append(named)
     return device_table(list_devices(), workers_on)
 
 
@@ -185,6 +189,70 @@ def _source_rank(context: Context, source: str | None) -> int:
     return ranks[0]
 
 
+def _resize(context: Context, options: argparse.Namespace) -> Message | Table:
+    return _changed(context, lambda master: master.resize_workers(options.workers))
+
+
+def _add(context: Context, options: argparse.Namespace) -> Message | Table:
+    where = int(options.where) if options.where.isdecimal() else options.where
+    return _changed(context, lambda master: master.add_worker(where))
+
+
+def _remove(context: Context, options: argparse.Namespace) -> Message | Table:
+    return _changed(context, lambda master: master.remove_worker(options.worker))
+
+
+def _changed(context: Context, change: Callable[[MasterNode], object]) -> Message | Table:
+    """Change the workers, and say what comes of it for the cell that runs, or who is there now."""
+    master = context.session.master
+    before = {worker.id for worker in master.workers}
+    with context.bar("Changing the workers", _LATE_SECONDS) as bar:
+        bar(0, 1)
+        change(master)
+        run = master.last_run
+        if run is None or not run.running:
+            master.ensure_ready(lambda what: bar(0, 1, what))
+            return replace(status_table(master), notes=tuple(master.take_notes()))
+    now = {worker.id for worker in master.workers}
+    lines = changes_in_run(sorted(now - before), sorted(before - now), is_elastic=run.is_elastic)
+    return Message("\n".join([*(lines or ["The workers stay as they are."]), *master.take_notes()]))
+
+
+def changes_in_run(added: Sequence[str], removed: Sequence[str], *, is_elastic: bool) -> list[str]:
+    """Return what workers that were added or removed are for a cell that runs, a line each."""
+    when = "at the next head of a loop" if is_elastic else "when the cell has ended: it cannot take it in"
+    return [
+        *(f"{worker} comes in {when}." for worker in added),
+        *(f"{worker} is gone; the cell goes on without it." for worker in removed),
+    ]
+
+
+def _recover(context: Context, options: argparse.Namespace) -> Message:
+    master = context.session.master
+    if options.switch == "off":
+        master.enable_auto_recovery(max_retries=0)
+        return Message("From the next cell on, the death of a worker ends its cell.")
+    master.enable_auto_recovery(options.every, options.retries)
+    deaths = "one death" if options.retries == 1 else f"up to {options.retries} deaths in a row"
+    return Message(
+        f"From the next cell on, data-parallel cells go on after {deaths}, and those with --checkpoint DIR write one "
+        f"every {options.every:g} s where they do not say how often."
+    )
+
+
+def _chaos(context: Context, options: argparse.Namespace) -> Message | PlantedFault:
+    master = context.session.master
+    if options.fault == "off":
+        return Message("Taken back." if master.unplant() else "No fault is planted.")
+    if options.fault is not None:
+        return PlantedFault(
+            master.plant(options.fault, step=options.at, seed=options.random, worker=options.worker)
+        )
+    if master.chaos is None:
+        return Message("No fault is planted. %openclaw chaos --help says which there are.")
+    return PlantedFault(master.chaos)
+
+
 def _interrupt(context: Context, options: argparse.Namespace) -> Message:
     stopped = context.session.master.interrupt()
     return Message("Stopped; variables kept." if stopped else "Nothing runs on the workers.")
@@ -212,6 +280,11 @@ HANDLERS: dict[str, Callable[[Context, argparse.Namespace], Any]] = {
     "list": _list,
     "push": _push,
     "pull": _pull,
+    "resize": _resize,
+    "add": _add,
+    "remove": _remove,
+    "recover": _recover,
+    "chaos": _chaos,
     "interrupt": _interrupt,
     "reset": _reset,
 }

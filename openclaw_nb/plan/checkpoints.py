@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from decimal import Decimal
 from enum import Enum
 
 from openclaw_nb.core.errors import UsageError
@@ -37,7 +38,12 @@ class Every:
 
     def __str__(self) -> str:
         words = [] if self.steps is None else [str(self.steps)]
-        return ",".join(words if self.seconds is None else [*words, f"{self.seconds:g}s"])
+        return ",".join(words if self.seconds is None else [*words, seconds_word(self.seconds)])
+
+
+def seconds_word(seconds: float) -> str:
+    """Return seconds as `parse_every` reads them, with every digit and without an exponent."""
+    return f"{Decimal(repr(float(seconds))).normalize():f}s"
 
 
 @dataclass(frozen=True)

@@ -39,9 +39,10 @@ class DataParallelStrategy:
         Let loaders pin memory where they were made to; False saves memory of the host.
     checkpoint : str or Path, optional
         A directory for checkpoints of the training, made when it is not there; none are written when not given.
-    checkpoint_every : int or str
+    checkpoint_every : int or str, optional
         How often: a number of steps, a time such as ``"300s"``, ``"5m"`` or ``"1h"``, or both (``"100,300s"``),
-        whichever comes first. One more is written at the end.
+        whichever comes first. One more is written at the end. When not given, as often as
+        `MasterNode.enable_auto_recovery` says: every 300 s, unless it was called.
     keep : int
         How many of the newest checkpoints are kept.
     resume : bool
@@ -67,7 +68,7 @@ class DataParallelStrategy:
     fusion_buffer_size: int | str = "25MB"
     memory_pinning: bool = True
     checkpoint: str | os.PathLike[str] | None = None
-    checkpoint_every: int | str = "300s"
+    checkpoint_every: int | str | None = None
     keep: int = 3
     resume: bool = False
 
@@ -78,7 +79,8 @@ class DataParallelStrategy:
             value = getattr(self, option)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise UsageError(f"{option} is a whole number of at least 1, not {value!r}.")
-        parse_every(self.checkpoint_every, "checkpoint_every")
+        if self.checkpoint_every is not None:
+            parse_every(self.checkpoint_every, "checkpoint_every")
         if self.checkpoint is not None and not str(self.checkpoint).strip():
             raise UsageError("checkpoint is a directory, such as 'checkpoints/run-1', not an empty word.")
         if self.resume and (self.checkpoint is None or self.mode != "gradient"):
@@ -110,10 +112,7 @@ class DataParallelStrategy:
             "memory_pinning": self.memory_pinning,
         }
         if self.checkpoint is not None:
-            options |= {
-                "checkpoint": os.fspath(self.checkpoint),
-                "checkpoint_every": str(parse_every(self.checkpoint_every, "checkpoint_every")),
-                "keep": self.keep,
-                "resume": self.resume,
-            }
+            options |= {"checkpoint": os.fspath(self.checkpoint), "keep": self.keep, "resume": self.resume}
+            if self.checkpoint_every is not None:
+                options["checkpoint_every"] = str(parse_every(self.checkpoint_every, "checkpoint_every"))
         return StrategySpec(name=self.name, options=options, **cell)

@@ -7,6 +7,7 @@ import sys
 import pytest
 
 import openclaw_nb
+from openclaw_nb.core.errors import NotStartedError
 
 LOAD = """
 import json, sys
@@ -34,6 +35,11 @@ def test_every_public_name_is_there_and_sorted() -> None:
     assert openclaw_nb.__all__ == sorted(openclaw_nb.__all__)
     assert all(getattr(openclaw_nb, name) is not None for name in openclaw_nb.__all__)
     assert set(openclaw_nb.__all__) <= set(dir(openclaw_nb))
+
+
+def test_resizing_needs_a_cluster() -> None:
+    with pytest.raises(NotStartedError, match="Start one first"):
+        openclaw_nb.resize_workers(2)
 
 
 def test_a_name_that_does_not_exist() -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from openclaw_nb.cluster import devices, readings
-from openclaw_nb.cluster.devices import Device, choose_devices
+from openclaw_nb.cluster.devices import Device, choose_devices, choose_more
 from openclaw_nb.cluster.readings import DeviceReader, DeviceReading
 from openclaw_nb.core.errors import ResourceError, UnknownNameError, UsageError
 from openclaw_nb.core.host import usable_cores
@@ -27,6 +27,7 @@ def choose(
     available: list[Device] | None = None,
     memory: float = 100,
     oversubscribe: bool = False,
+    spares: object = 0,
 ) -> list[str]:
     chosen = choose_devices(
         n,  # type: ignore[arg-type]
@@ -34,6 +35,7 @@ def choose(
         available=CORES if available is None else available,
         memory_available_bytes=int(memory * GIB),
         oversubscribe=oversubscribe,
+        num_spares=spares,  # type: ignore[arg-type]
     )
     return [device.id for device in chosen]
 
@@ -80,6 +82,33 @@ def test_short_memory_names_the_amounts(ids: str | None) -> None:
 def test_one_worker_that_was_asked_for_is_told_of_short_memory_too() -> None:
     with pytest.raises(ResourceError, match=r"0\.5 GiB of memory each .* Free memory"):
         choose(1, memory=0.5)
+
+
+def test_spares_get_devices_beside_the_others() -> None:
+    assert choose(2, spares=1) == ["CPU-0", "CPU-1", "CPU-2"]
+    assert choose(ids="CPU-2,CPU-0", spares=2) == ["CPU-2", "CPU-0", "CPU-1", "CPU-3"]
+    assert choose(spares=1) == ["CPU-0", "CPU-1", "CPU-2", "CPU-3"], (
+        "of all devices the last one is the spare"
+    )
+    assert choose(1, available=[*GPUS, *CORES], spares=1) == ["GPU-0", "GPU-1"]
+    assert choose(4, spares=1, oversubscribe=True)[4] == "CPU-0"
+
+
+def test_spares_count_too() -> None:
+    with pytest.raises(ResourceError, match=r"5 workers \(1 spare counts, too\) .* 4 cores"):
+        choose(4, spares=1)
+    with pytest.raises(ResourceError, match=r"5 workers \(2 spares count, too\) .* 4 cores"):
+        choose(ids="CPU-0,CPU-1,CPU-2", spares=2)
+    with pytest.raises(ResourceError, match=r"3 workers \(1 spare counts, too\) would have 1\.7 GiB"):
+        choose(2, spares=1, memory=5)
+    for spares in (-1, 1.5, True):
+        with pytest.raises(UsageError, match="whole number, 0 or more"):
+            choose(1, spares=spares)
+
+
+def test_more_workers_are_a_number_or_devices() -> None:
+    with pytest.raises(UsageError, match="'auto' does not say how many"):
+        choose_more("auto", CORES[:1], available=CORES, memory_available_bytes=100 * GIB)
 
 
 def test_number_and_list_must_agree() -> None:

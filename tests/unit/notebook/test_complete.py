@@ -13,6 +13,8 @@ from openclaw_nb.notebook.options import VERBS
 
 NAMES = {
     "device": ["CPU-0", "CPU-1", "auto"],
+    "free device": ["CPU-2", "CPU-3"],
+    "worker": ["worker-0", "worker-1", "CPU-0", "CPU-1"],
     "target": ["0", "1", "worker-0", "worker-1", "CPU-0", "CPU-1"],
     "rank": ["0", "1", "all"],
     "strategy": ["data_parallel", "data"],
@@ -39,12 +41,20 @@ def complete(line: str) -> tuple[str, list[str]] | None:
         ("%openclaw st", "st", ["start", "status", "stop"]),
         ("x = %openclaw st", "st", ["start", "status", "stop"]),
         ("a, b = %openclaw pan", "pan", ["panel"]),
-        ("    %openclaw res", "res", ["reset"]),
+        ("    %openclaw res", "res", ["resize", "reset"]),
+        ("%openclaw resize ", "", ["1", "2"]),
+        ("%openclaw add CPU-2,", "", ["CPU-3"]),
+        ("%openclaw remove ", "", ["worker-0", "worker-1", "CPU-0", "CPU-1"]),
+        ("%openclaw remove c", "c", ["CPU-0", "CPU-1"]),
+        ("%openclaw recover ", "", ["on", "off"]),
         ("%openclaw start --d", "--d", ["--devices"]),
         (
             "%openclaw start -n 2 --",
             "--",
-            ["--devices", "--backend", "--communication", "--name", "--lease", "--oversubscribe", "--help"],
+            [
+                *("--spares", "--devices", "--backend", "--communication", "--name", "--lease"),
+                *("--oversubscribe", "--help"),
+            ],
         ),
         ("%openclaw start --backend ", "", ["local", "mpi"]),
         ("%openclaw start -n ", "", ["1", "2"]),

@@ -25,10 +25,12 @@ def test_every_verb_has_a_handler_and_no_handler_is_without_a_verb() -> None:
 
 def test_start() -> None:
     given = parse(
-        "start -n 2 --devices CPU-0,CPU-1 --backend mpi --communication gloo --name mine --lease 60 --oversubscribe"
+        "start -n 2 --spares 1 --devices CPU-0,CPU-1 --backend mpi --communication gloo --name mine --lease 60 "
+        "--oversubscribe"
     )
     assert vars(given) == {
         "workers": 2,
+        "spares": 1,
         "devices": "CPU-0,CPU-1",
         "backend": "mpi",
         "communication": "gloo",
@@ -66,7 +68,8 @@ def test_help_names_every_option(verb: str, capsys: pytest.CaptureFixture[str]) 
     [
         ("strt", "Did you mean 'start'?"),
         ("start --worker 3", "Did you mean '--workers'?"),
-        ("start --spares 3", "There is no %openclaw start option '--spares'"),
+        ("start --spare 3", "Did you mean '--spares'?"),
+        ("recover of", "Did you mean 'off'?"),
         ("start --communication ncl", "Did you mean 'nccl'?"),
         ("pull a --reduce men", "Did you mean 'mean'?"),
     ],
@@ -85,6 +88,13 @@ def test_a_name_that_does_not_exist(line: str, said: str) -> None:
         ("start -n -1", "'-1' is not a whole number of at least 1"),
         ("start -n", "expected one argument"),
         ("start 2", "does not take '2'"),
+        ("start --spares=-1", "'-1' is not a whole number, 0 or more"),
+        ("resize 0", "'0' is not a whole number of at least 1"),
+        ("resize", "required: workers"),
+        ("add", "required: where"),
+        ("recover on --every 0", "'0' is not a number of seconds above 0"),
+        ("recover on --every inf", "'inf' is not a number of seconds above 0"),
+        ("recover on --retries 0", "'0' is not a whole number of at least 1"),
         ("status now", "does not take 'now'"),
         ("push 'a", "cannot be read"),
     ],
@@ -225,3 +235,12 @@ def test_a_trial_needs_a_strategy_cell() -> None:
         verbs._cell_to_verify({}, None)
     with pytest.raises(UsageError, match="--verify needs a strategy"):
         options.parse_cell(["--verify", "3"])
+
+
+def test_what_a_running_cell_makes_of_a_change() -> None:
+    assert verbs.changes_in_run(["worker-2"], ["worker-0"], is_elastic=True) == [
+        "worker-2 comes in at the next head of a loop.",
+        "worker-0 is gone; the cell goes on without it.",
+    ]
+    (line,) = verbs.changes_in_run(["worker-2"], [], is_elastic=False)
+    assert "when the cell has ended" in line

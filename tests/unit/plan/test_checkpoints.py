@@ -62,6 +62,8 @@ def test_what_falls_due_during_a_write_is_one_and_late() -> None:
         ("100", Every(steps=100)),
         ("300s", Every(seconds=300)),
         ("0.5s", Every(seconds=0.5)),
+        ("400h", Every(seconds=1_440_000)),
+        ("12.3456789s", Every(seconds=12.3456789)),
         ("5m", Every(seconds=300)),
         ("1h", Every(seconds=3600)),
         ("100, 300s", Every(steps=100, seconds=300)),

@@ -34,6 +34,7 @@ def test_workers_are_told_of_checkpoints() -> None:
         "checkpoint_every": "100",
         "keep": 3,
     }
+    assert "checkpoint_every" not in DataParallelStrategy(checkpoint="runs/a").spec().options
 
 
 @pytest.mark.parametrize(
