@@ -61,7 +61,7 @@ def violations(notebook: Notebook, selector: str) -> list[str]:
     return list(found)
 
 
-@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
+@pytest.mark.parametrize("dark", [False, pytest.param(True, marks=pytest.mark.soak)], ids=["light", "dark"])
 def test_the_panel_moves_and_its_button_stops_a_cell(open_lab: Callable[..., Notebook], dark: bool) -> None:
     notebook = open_lab(dark=dark)
     until_training(notebook)
@@ -103,7 +103,9 @@ def test_without_a_widget_manager_it_is_html_that_moves(open_lab: Callable[..., 
     assert button(notebook, "Interrupt the cell").count() == 0
 
 
-@pytest.mark.parametrize("version", ["6.31.0", "7.3.0", ""])
+@pytest.mark.parametrize(
+    "version", [*(pytest.param(v, marks=pytest.mark.soak) for v in ("6.31.0", "7.3.0")), ""]
+)
 def test_the_cluster_can_be_stopped_while_a_cell_blocks(
     open_lab: Callable[..., Notebook], tmp_path: Path, version: str
 ) -> None:

@@ -487,7 +487,9 @@ def test_of_two_that_attach_at_once_one_wins(waiting: Path) -> None:
     check_and_leave(MasterNode.attach())
 
 
-@pytest.mark.parametrize("seconds", [0.0, 0.05, 0.2, 0.6])
+@pytest.mark.parametrize(
+    "seconds", [*(pytest.param(s, marks=pytest.mark.soak) for s in (0.0, 0.05, 0.6)), 0.2]
+)
 def test_a_process_killed_while_it_attaches_leaves_the_cluster(waiting: Path, seconds: float) -> None:
     claimant = subprocess.Popen(
         [sys.executable, "-c", CLAIM.replace("attach()", "attach(lease_seconds=60)")],

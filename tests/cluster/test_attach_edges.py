@@ -66,7 +66,13 @@ time.sleep(600)
 """
 
 
-@pytest.mark.parametrize("moment", MOMENTS)
+@pytest.mark.parametrize(
+    "moment",
+    [
+        "before it mends",
+        *(pytest.param(m, marks=pytest.mark.soak) for m in MOMENTS if m != "before it mends"),
+    ],
+)
 def test_a_process_killed_while_it_attaches_leaves_the_cluster_without_a_lease(
     waiting: Path, moment: str
 ) -> None:

@@ -207,6 +207,7 @@ def test_two_loaders_at_once_are_cut_alike(pair: Lab) -> None:
     check(pair, setup, loop)
 
 
+@pytest.mark.soak
 def test_a_death_and_a_newcomer(pair: Lab) -> None:
     """The slow worker dies after shares have changed; a new process takes its place, and is slow, too."""
     pair.master.enable_auto_recovery(max_retries=3)

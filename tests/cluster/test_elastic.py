@@ -232,7 +232,12 @@ def await_spare(lab: Lab) -> None:
         time.sleep(0.05)
 
 
-@pytest.mark.parametrize("name", LOOPS)
+OFTEN = ("enumerate", "a function an epoch", "validation in the midst of a pass", "islice and zip")
+
+
+@pytest.mark.parametrize(
+    "name", [*OFTEN, *(pytest.param(n, marks=pytest.mark.soak) for n in LOOPS if n not in OFTEN)]
+)
 def test_a_spare_takes_the_place_of_a_worker_that_dies(spared: Lab, name: str) -> None:
     await_spare(spared)
     result = end(start(spared, LOOPS[name], pace(kill_at=6, victim=1)))
@@ -437,7 +442,7 @@ def kept_in_a_ledger(lab: Lab, moments: dict[int, float]) -> RunResult:
     return result
 
 
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", range(1))
 def test_each_sample_is_trained_once_an_epoch(spared: Lab, seed: int) -> None:
     dice = random.Random(seed)
     result = kept_in_a_ledger(spared, {dice.randrange(2): dice.uniform(0.02, 0.3)})

@@ -103,7 +103,7 @@ def check(lab: Lab, result: RunResult, expected: dict[str, Any], survivors: list
 
 
 FIRST, MIDST, LAST = 0, 7, 14  # of 15 batches
-AT = [("head", FIRST), *((place, MIDST) for place in PLACES), ("in backward", LAST), ("step", LAST)]
+AT = [("head", FIRST), ("forward", MIDST), ("in backward", MIDST), ("step", LAST)]  # all of them: `make soak`
 
 
 @pytest.mark.parametrize(("place", "count"), AT)
@@ -223,7 +223,7 @@ def killed_at_random(lab: Lab, num_workers: int, num_deaths: int, dice: random.R
     return result
 
 
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", range(1))
 def test_killed_at_a_random_moment(lab: Lab, pair: Lab, seed: int) -> None:
     dice = random.Random(seed)
     killed_at_random(pair, 2, 1, dice)

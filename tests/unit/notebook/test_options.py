@@ -159,8 +159,8 @@ def test_a_strategy_cell() -> None:
         ("-s data --sync-frequency 0", "'0' is not a whole number of at least 1"),
         ("--sync-frequency 10", "--sync-frequency needs a strategy"),
         ("--checkpoint run", "--checkpoint needs a strategy"),
-        ("-s data --keep 2", "--checkpoint-every and --keep need --checkpoint DIR"),
-        ("-s data --checkpoint-every 5", "--checkpoint-every and --keep need --checkpoint DIR"),
+        ("-s data --keep 2", "--checkpoint-every, --keep and --resume need --checkpoint DIR"),
+        ("-s data --checkpoint-every 5", "--checkpoint-every, --keep and --resume need --checkpoint DIR"),
         ("-s data --checkpoint run --keep 0", "'0' is not a whole number of at least 1"),
         (
             "-s data --checkpoint run --checkpoint-every 0",
