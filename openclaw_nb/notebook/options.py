@@ -355,6 +355,14 @@ VERBS: dict[str, Command] = {
             ),
         ),
         (
+            "balance",
+            "Give each worker a part of each batch in proportion to its measured speed; the result stays the same.",
+            (
+                Argument(("--continuous",), "let the shares go on to follow the speeds", "", _FLAG),
+                Argument(("--equal",), "share batches equally again", "", _FLAG),
+            ),
+        ),
+        (
             "chaos",
             "Plant one real fault into the strategy cell that runs, or the next one, and report what comes of it.",
             (

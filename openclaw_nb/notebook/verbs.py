@@ -240,6 +240,14 @@ def _recover(context: Context, options: argparse.Namespace) -> Message:
     )
 
 
+def _balance(context: Context, options: argparse.Namespace) -> Message | Table:
+    master = context.session.master
+    if options.equal:
+        master.share_equally()
+        return Message("Batches are shared out equally.")
+    return master.balance_load(continuous=options.continuous)
+
+
 def _chaos(context: Context, options: argparse.Namespace) -> Message | PlantedFault:
     master = context.session.master
     if options.fault == "off":
@@ -284,6 +292,7 @@ HANDLERS: dict[str, Callable[[Context, argparse.Namespace], Any]] = {
     "add": _add,
     "remove": _remove,
     "recover": _recover,
+    "balance": _balance,
     "chaos": _chaos,
     "interrupt": _interrupt,
     "reset": _reset,
