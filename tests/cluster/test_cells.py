@@ -86,7 +86,7 @@ def test_await(lab: Lab) -> None:
 
 
 def test_a_flood_is_bounded_at_its_source(lab: Lab) -> None:
-    shown = entries(lab, "for i in range(300_000): print('line', i)")
+    shown = entries(lab, "for i in range(300_000): print('line', i)")  # 3.9 MB
     sent = sum(len(str(entry)) for entry in shown)
     assert sent < 1_500_000
     omitted = [entry for entry in shown if entry[0] == "omit"][-1]

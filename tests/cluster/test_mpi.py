@@ -23,7 +23,7 @@ from openclaw_nb.cluster.ownership import processes_of
 from openclaw_nb.core.errors import ClusterError, StartError, UsageError
 from openclaw_nb.protocol.messages import StrategySpec
 
-from .conftest import HANG_SECONDS, Lab, cpu_devices, single_device
+from .conftest import HANG_SECONDS, Lab, cpu_devices, kill, single_device
 from .test_data_parallel import CNN, LOOP, SETUP, STATE, check
 from .test_lifecycle import GONE_SECONDS, leftovers, shared_memory
 from .test_magics import Notebook
@@ -274,15 +274,16 @@ def test_a_stopped_rank_does_not_hold_the_others(trio: Lab) -> None:
     check_whole(trio, 3)
 
 
-def test_many_releases_leave_it_whole(trio: Lab) -> None:
-    """Each of ten groups is cut in the middle of sums of 4 MB; the next one has a communicator of its own."""
+@pytest.mark.parametrize("count", [4, pytest.param(20, marks=pytest.mark.soak)])
+def test_many_releases_leave_it_whole(trio: Lab, count: int) -> None:
+    """Each of several groups is cut in the middle of sums of 4 MB; the next one has a communicator of its own."""
     big = SETUP.replace(
         "nn.Linear(12, 32), nn.Tanh(), nn.Linear(32, 5)", "nn.Linear(12, 60_000), nn.Linear(60_000, 5)"
     )
-    for turn in range(10):
+    for turn in range(count):
         trio.good(big + "\nkept = 41 + rank")
         run = trio.master.run_cell(SLOW_LOOP.format(strike=""), strategy=StrategySpec(name="data_parallel"))
-        time.sleep(0.2 + 0.05 * turn)
+        time.sleep(0.2 + 0.5 * turn / count)
         run.interrupt()
         result = finish(run)
         assert not result.busy
@@ -348,7 +349,7 @@ def test_what_a_person_sees_from_start_to_a_death_and_on() -> None:
 def test_a_death_between_cells_is_told_by_the_next(pair: Lab) -> None:
     pid = pair.master.workers[0].pid
     assert pid is not None
-    os.kill(pid, signal.SIGKILL)
+    kill(pid)
     deadline = time.monotonic() + GONE_SECONDS
     while pair.master.workers[0].alive and time.monotonic() < deadline:
         time.sleep(0.05)

@@ -20,7 +20,7 @@ from openclaw_nb.cluster.run import CellRun, RunResult
 from openclaw_nb.core.errors import UsageError
 from openclaw_nb.protocol.messages import StrategySpec
 
-from .conftest import HANG_SECONDS, Lab, single_device
+from .conftest import HANG_SECONDS, Lab, kill, single_device
 from .test_data_parallel import LOOP, SETUP, STATE
 
 pytestmark = pytest.mark.cluster
@@ -285,7 +285,7 @@ def test_a_worker_that_dies_outside_of_the_cell_is_replaced(pair: Lab) -> None:
     run = pair.master.run_cell("import time\ntime.sleep(1)", targets=[0])
     victim = pair.master.workers[1].pid
     assert victim is not None
-    os.kill(victim, signal.SIGKILL)
+    kill(victim)
     assert finish(run).ok
     pair.good("dist.barrier()\nassert world_size == 2")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import sys
 import threading
@@ -22,6 +23,7 @@ from openclaw_nb.engine.group.sums import SharedMemory
 LIMIT_SECONDS = 20.0
 _TAG = uuid.uuid4().hex
 _serials = itertools.count()
+gc.freeze()  # torch stays: `disband` need not look through it
 
 Body = Callable[[ReleasableGroup], Any]
 OnRanks = Callable[..., list[Any]]
@@ -62,6 +64,7 @@ def disband(groups: list[ReleasableGroup]) -> None:
         group.release("the test is over")
         group.bury()
         del group
+    gc.collect()  # hooks and the frames of errors hold groups in cycles
     deadline = time.monotonic() + 1.0
     # One reference is the list's, one is `getrefcount`'s: the rest are callbacks that still run.
     while any(sys.getrefcount(groups[i]) > 2 for i in range(len(groups))) and time.monotonic() < deadline:

@@ -31,6 +31,7 @@ def on_ranks(request: pytest.FixtureRequest) -> OnRanks:
         try:
             return on_threads([lambda each=each: body(each) for each in ranks])  # type: ignore[misc]
         finally:
+            let_go()
             ranks.clear()
             disband(groups)
             for memory in filter(None, shared):
@@ -44,6 +45,21 @@ NO_MESSAGE = torch.zeros(1, dtype=torch.float64)
 
 def parameters(*shapes: tuple[int, ...], dtype: torch.dtype = torch.float32) -> list[nn.Parameter]:
     return [nn.Parameter(torch.zeros(shape, dtype=dtype)) for shape in shapes]
+
+
+_followers: list[GradientReducer] = []
+
+
+def follow(followed: list[nn.Parameter], ranks: Ranks, **options: int) -> GradientReducer:
+    reducer = GradientReducer(followed, ranks, **options)
+    _followers.append(reducer)
+    return reducer
+
+
+def let_go() -> None:
+    """Remove the reducers' hooks: no garbage collection finds the group through them."""
+    while _followers:
+        _followers.pop().remove()
 
 
 def run_pass(reducer: GradientReducer, loss: torch.Tensor, factor: float) -> None:
@@ -67,7 +83,7 @@ def test_gradients_are_averaged_whatever_the_buckets(
 ) -> None:
     def body(ranks: Ranks) -> list[Any]:
         own = parameters(*SHAPES)
-        reducer = GradientReducer(own, ranks, message_size=NO_MESSAGE.numel(), bucket_bytes=bucket_bytes)
+        reducer = follow(own, ranks, message_size=NO_MESSAGE.numel(), bucket_bytes=bucket_bytes)
         for _ in range(2):
             for parameter in own:
                 parameter.grad = None
@@ -82,7 +98,7 @@ def test_gradients_are_averaged_whatever_the_buckets(
 def test_gradients_accumulate_over_passes_as_on_one_device(on_ranks: OnRanks) -> None:
     def body(ranks: Ranks) -> list[Any]:
         own = parameters((2,), (2,))
-        reducer = GradientReducer(own, ranks, message_size=NO_MESSAGE.numel(), bucket_bytes=1)
+        reducer = follow(own, ranks, message_size=NO_MESSAGE.numel(), bucket_bytes=1)
         for scale in (1.0, 10.0, 100.0):
             run_pass(reducer, sum(p.sum() for p in own) * scale * (ranks.rank + 1), 0.5)
         return values(own)
@@ -93,7 +109,7 @@ def test_gradients_accumulate_over_passes_as_on_one_device(on_ranks: OnRanks) ->
 def test_a_parameter_that_one_rank_used_is_averaged_with_nothing(on_ranks: OnRanks) -> None:
     def body(ranks: Ranks) -> list[Any]:
         own = parameters((2,), (2,), (2,))
-        reducer = GradientReducer(own, ranks, message_size=NO_MESSAGE.numel())
+        reducer = follow(own, ranks, message_size=NO_MESSAGE.numel())
         run_pass(reducer, own[0].sum() + (own[1].sum() if ranks.rank else 0.0), 0.5)
         return values(own)
 
@@ -104,7 +120,7 @@ def test_a_parameter_that_no_rank_used_keeps_the_gradient_that_it_was_given(on_r
     def body(ranks: Ranks) -> list[Any]:
         own = parameters((2,), (2,))
         own[1].grad = torch.full((2,), 7.0)
-        run_pass(GradientReducer(own, ranks, message_size=NO_MESSAGE.numel()), own[0].sum(), 0.5)
+        run_pass(follow(own, ranks, message_size=NO_MESSAGE.numel()), own[0].sum(), 0.5)
         return values(own)
 
     assert on_ranks(body) == [[[1.0, 1.0], [7.0, 7.0]]] * 2
@@ -121,7 +137,7 @@ def test_the_message_is_summed_with_the_precision_of_its_bucket(
     def body(ranks: Ranks) -> list[float]:
         own = parameters((2,), dtype=dtype)
         message = torch.tensor([1 / 3, 2.0**20 + ranks.rank], dtype=torch.float64)
-        reducer = GradientReducer(own, ranks, message_size=2)
+        reducer = follow(own, ranks, message_size=2)
         reducer.begin(0.5, message)
         own[0].sum().backward()
         return reducer.finish().tolist()
@@ -134,7 +150,7 @@ def test_types_are_kept_apart_and_frozen_parameters_left_out(on_ranks: OnRanks) 
     def body(ranks: Ranks) -> list[Any]:
         own = [*parameters((2,)), *parameters((2,), dtype=torch.float64), *parameters((2,))]
         own[2].requires_grad_(False)
-        reducer = GradientReducer(own, ranks, message_size=NO_MESSAGE.numel())
+        reducer = follow(own, ranks, message_size=NO_MESSAGE.numel())
         assert reducer.parameters == own[:2]
         run_pass(reducer, (own[0].sum() + own[1].sum()) * (ranks.rank + 1), 0.5)
         return [own[0].grad.dtype, own[1].grad.dtype, *values(own)]
@@ -156,7 +172,7 @@ def test_gradients_match_their_parameter_in_place(on_ranks: OnRanks, lay_out: An
     def body(ranks: Ranks) -> None:
         own = nn.Parameter(lay_out(torch.zeros(2, 3, 4, 5)))
         weights = torch.arange(120.0).reshape(own.shape)
-        reducer = GradientReducer([own], ranks, message_size=NO_MESSAGE.numel())
+        reducer = follow([own], ranks, message_size=NO_MESSAGE.numel())
         run_pass(reducer, (own * weights).sum() * (ranks.rank + 1), 0.5)
         assert own.grad is not None
         assert torch.equal(own.grad, weights * 1.5)
@@ -178,7 +194,7 @@ def test_a_pass_that_breaks_off_on_all_ranks_leaves_the_next_one_right(on_ranks:
 
     def body(ranks: Ranks) -> list[float]:
         own = parameters((100_000,))
-        reducer = GradientReducer(own, ranks, message_size=1)
+        reducer = follow(own, ranks, message_size=1)
         found = []
         for step in range(12):
             own[0].grad = None
@@ -200,7 +216,7 @@ def test_sums_of_different_passes_are_not_added_up() -> None:
 
     def body(ranks: Ranks) -> None:
         own = parameters((10,))
-        reducer = GradientReducer(own, ranks, message_size=1)
+        reducer = follow(own, ranks, message_size=1)
         run_pass(reducer, own[0].sum(), 1.0)
         if ranks.rank == 0:
             broken_off(reducer, own[0])
@@ -209,6 +225,7 @@ def test_sums_of_different_passes_are_not_added_up() -> None:
 
     every = [Ranks(*pair) for pair in zip(groups, memories, strict=True)]
     on_threads([lambda ranks=ranks: body(ranks) for ranks in every])  # type: ignore[misc]
+    let_go()
     every.clear()
     disband(groups)
     for memory in filter(None, memories):
@@ -218,7 +235,7 @@ def test_sums_of_different_passes_are_not_added_up() -> None:
 def test_a_gradient_outside_of_an_announced_pass_strays(on_ranks: OnRanks) -> None:
     def body(ranks: Ranks) -> None:
         own = parameters((2,))
-        reducer = GradientReducer(own, ranks, message_size=NO_MESSAGE.numel())
+        reducer = follow(own, ranks, message_size=NO_MESSAGE.numel())
         run_pass(reducer, own[0].sum(), 1.0)
         assert not reducer.strayed
         own[0].sum().backward()
@@ -230,7 +247,7 @@ def test_a_gradient_outside_of_an_announced_pass_strays(on_ranks: OnRanks) -> No
 def test_dropped_gradients_are_none(on_ranks: OnRanks) -> None:
     def body(ranks: Ranks) -> list[Any]:
         own = parameters((2,), (2,))
-        reducer = GradientReducer(own, ranks, message_size=NO_MESSAGE.numel())
+        reducer = follow(own, ranks, message_size=NO_MESSAGE.numel())
         reducer.begin(1.0, NO_MESSAGE)
         sum(p.sum() for p in own).backward()
         reducer.drop_gradients()
@@ -242,7 +259,7 @@ def test_dropped_gradients_are_none(on_ranks: OnRanks) -> None:
 def test_after_removal_gradients_are_tensors_of_their_own_and_nothing_is_followed(on_ranks: OnRanks) -> None:
     def body(ranks: Ranks) -> None:
         own = parameters((2,), (3,))
-        reducer = GradientReducer(own, ranks, message_size=NO_MESSAGE.numel())
+        reducer = follow(own, ranks, message_size=NO_MESSAGE.numel())
         run_pass(reducer, sum(p.sum() for p in own), 1.0)
         reducer.remove()
         storages = {p.grad.untyped_storage().data_ptr() for p in own}
