@@ -126,7 +126,7 @@ class MasterNode:
         self._exchange: Exchange | None = None
         self._status = StatusReader()
         self._run: CellRun | None = None
-        self._lock = threading.Lock()
+        self._lock, self._saving = threading.Lock(), threading.Lock()
         self._paces = Paces()
         self._listeners: list[Callable[[Event], None]] = [self._paces.take]
         self._limits = Limits()
@@ -327,7 +327,8 @@ class MasterNode:
         assert self._files is not None
         controller = self._members.door.controller
         state = {"name": self.name, "backend": self.backend, "controller": controller}
-        self._files.save_state({**state, **self._members.state()})
+        with self._saving:  # workers may be added and removed from several threads
+            self._files.save_state({**state, **self._members.state()})
 
     def stop(self) -> int:
         """End every process of the cluster and remove its files.
