@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import signal
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -28,7 +29,13 @@ from openclaw_nb.cluster.guardian import Guardian
 from openclaw_nb.cluster.ipp import Door
 from openclaw_nb.cluster.launch import BACKENDS, SET_ENDED, check_devices, check_installed, check_words
 from openclaw_nb.cluster.membership import Membership, Progress
-from openclaw_nb.cluster.ownership import CLUSTER_VARIABLE, end_processes, new_cluster_id
+from openclaw_nb.cluster.ownership import (
+    CLUSTER_VARIABLE,
+    end_processes,
+    new_cluster_id,
+    record_of,
+    send_signal,
+)
 from openclaw_nb.cluster.pace import Paces
 from openclaw_nb.cluster.resize import Resizer
 from openclaw_nb.cluster.run import CellRun, RunResult
@@ -956,12 +963,23 @@ class MasterNode:
         running = run is not None and run.running
         if (chaos := self._chaos_of(run)) is not None:
             chaos.died(number)
+        self._end_silent(number)
         if run is not None:
             run.worker_died(number)
         if self._membership is not None:
             self._membership.died(number, during_run=running)
             if run is not None and running and run.goes_on:
                 self._replace_running(number, run)
+
+    def _end_silent(self, number: int) -> None:
+        """End the process of a worker that does not answer: another takes its place, its device and its number."""
+        workers = self._membership.workers if self._membership is not None else []
+        pid = workers[number].pid if number < len(workers) else None
+        if pid is None or not self.replaces_workers:
+            return
+        record = record_of(pid, self.cluster_id)
+        if record is not None:
+            send_signal(record, self.cluster_id, signal.SIGKILL)
 
     def _replace_running(self, number: int, run: CellRun) -> None:
         """Bring a spare, or else a new process, into a cell in which a worker died."""

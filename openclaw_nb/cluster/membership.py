@@ -360,10 +360,12 @@ class Membership:
             self._changed.notify_all()
             if number < len(self.workers) and self.workers[number].removed:
                 return
-        if not during_run and self._ready.is_set():
+            # The end of a cell may be known before the death that has caused it: then the mender has begun without it.
+            if not self._ready.is_set():
+                self._mend_again = True
+                return
+        if not during_run or self._error is not None:
             self.mend()
-        elif not during_run:
-            self._mend_again = True
 
     def mark_running(self, run_id: str, numbers: Iterable[int]) -> None:
         """Note what the workers are busy with."""
@@ -518,7 +520,7 @@ class Membership:
 
     def _mend(self) -> None:
         while not self._closing:
-            self._mend_again = False
+            self._mend_again, self._error = False, None
             try:
                 self._mend_once()
             except OpenClawError as error:

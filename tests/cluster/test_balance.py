@@ -23,7 +23,7 @@ from openclaw_nb.cluster.run import CellRun, RunResult
 from openclaw_nb.core.errors import NotStartedError, UnknownNameError, UsageError
 from openclaw_nb.protocol.messages import StrategySpec
 
-from .conftest import HANG_SECONDS, Lab, cpu_devices, single_device
+from .conftest import HANG_SECONDS, Lab, single_device
 from .test_data_parallel import CNN, SETUP, SGD_TOLERANCE, STATE
 
 pytestmark = pytest.mark.cluster
@@ -39,6 +39,8 @@ def work(x):
     if globals().get("dist") is not None:
         time.sleep(1e-3 * len(x))
 """
+# For tests that need other shares, whichever they are.
+QUICK = WORK.replace("1e-3", "3e-4")
 LOOP = """
 losses = []
 for epoch in range({epochs}):
@@ -63,8 +65,8 @@ def slowed(pair: Lab) -> Iterator[None]:
     pair.master.enable_auto_recovery(max_retries=0)
 
 
-def train(pair: Lab, setup: str, loop: str, **options: Any) -> RunResult:
-    pair.good(setup + WORK)
+def train(pair: Lab, setup: str, loop: str, work: str = WORK, **options: Any) -> RunResult:
+    pair.good(setup + work)
     return pair.good(loop + STATE, strategy=StrategySpec(name="data_parallel", **options))
 
 
@@ -174,17 +176,17 @@ CELLS = {
 def test_the_result_is_that_of_one_device(pair: Lab, setup: str, loop: str) -> None:
     """Shares change after 16 steps, in the midst of a pass, and perhaps again after 32."""
     pair.master.balance_load(continuous=True)
-    loop = loop.format(epochs=7)
-    train(pair, setup, loop)
+    loop = loop.format(epochs=5)
+    train(pair, setup, loop, work=QUICK)
     check(pair, setup, loop)
     assert fast_part(pair, 5) > 0.6
 
 
 def test_several_batches_a_step(pair: Lab) -> None:
     pair.master.balance_load(continuous=True)
-    train(pair, SETUP, LOOP.format(epochs=12), options={"sync_frequency": 2})
+    train(pair, SETUP, LOOP.format(epochs=8), work=QUICK, options={"sync_frequency": 2})
     merged = SETUP.replace("batch_size=32", "batch_size=64")
-    expected = single_device(merged + WORK, LOOP.format(epochs=12) + STATE)["state"]
+    expected = single_device(merged + WORK, LOOP.format(epochs=8) + STATE)["state"]
     torch.testing.assert_close(pair.pull("state", 1), expected, rtol=SGD_TOLERANCE, atol=SGD_TOLERANCE)
     assert fast_part(pair, 5) > 0.6
 
@@ -196,18 +198,18 @@ loader, other = loader_of(1), loader_of(2)
 """
 
 
-def test_two_loaders_at_once_are_cut_alike(pair: Lab) -> None:
+def test_two_loaders_at_once_keep_their_shares(pair: Lab) -> None:
     """A step is made of batches of both, which must be cut alike."""
     pair.master.balance_load(continuous=True)
     loop = LOOP.replace("for x, y in loader:", "for (x, y), (u, v) in zip(loader, other):").replace(
         "loss_fn(model(x), y)", "loss_fn(model(x), y) + loss_fn(model(u), v)"
     )
     setup, loop = SETUP + OTHER, loop.format(epochs=5)
-    train(pair, setup, loop)
+    train(pair, setup, loop, work=QUICK)
     check(pair, setup, loop)
+    assert len(set(pair.pull("sizes", 0)[::5])) == 1, "the first batch of each pass"
 
 
-@pytest.mark.soak
 def test_a_death_and_a_newcomer(pair: Lab) -> None:
     """The slow worker dies after shares have changed; a new process takes its place, and is slow, too."""
     pair.master.enable_auto_recovery(max_retries=3)
@@ -219,13 +221,13 @@ def work(x):
     sizes.append(len(x))
     if globals().get("dist") is None:
         return
-    time.sleep(1e-3 * len(x))
+    time.sleep(3e-4 * len(x))
     if len(sizes) == 21 and me == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     if world_size == 1:
-        time.sleep(0.1)
+        time.sleep(0.2)
 """
-    loop = LOOP.format(epochs=45)
+    loop = LOOP.format(epochs=30)
     pair.good(SETUP + WORK)
     last = STATE + "\nplace = rank, world_size\n"
     result = finished(pair.master.run_cell(strike + loop + last, strategy=SPEC))
@@ -237,7 +239,7 @@ def work(x):
     sizes = pair.pull("sizes", 0)
     assert sizes[17] > 20
     assert 32 in sizes
-    assert LEAST < fast_part(pair, 10) < MOST
+    assert fast_part(pair, 10) > 0.6
 
 
 def test_it_is_refused_where_it_cannot_be(pair: Lab) -> None:
@@ -250,12 +252,5 @@ def test_it_is_refused_where_it_cannot_be(pair: Lab) -> None:
         pair.master.balance_load()
     run.interrupt()
     assert run.wait(HANG_SECONDS) is not None
-
-
-def test_before_anything_was_measured() -> None:
     with pytest.raises(NotStartedError):
         MasterNode().balance_load()
-    with MasterNode() as master:
-        master.start_workers(cpu_devices(1))
-        with pytest.raises(UsageError, match="run a data-parallel cell first"):
-            master.balance_load()

@@ -129,6 +129,11 @@ def notebook(kernel: Notebook) -> Notebook:
         "%openclaw interrupt",
         "%openclaw reset",
         "%openclaw auto on",
+        "%openclaw resize 2",
+        "%openclaw add 1",
+        "%openclaw remove worker-0",
+        "%openclaw recover on",
+        "%openclaw chaos kill",
         "%%openclaw_parallel\n1",
     ],
 )
