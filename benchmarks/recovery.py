@@ -3,7 +3,11 @@
 Ours: a data-parallel cell on two workers and a spare, with recovery on. Rank 1 kills itself (SIGKILL) after a step and
 writes down when; the survivor writes down when each step is done, and how many ranks there are then. The peer is the
 same loop by hand under torchrun with ``--max-restarts``, which ends all processes and starts them again, from the
-checkpoint that rank 0 writes after each step. A run that does not come to its end counts as such.
+checkpoint that rank 0 writes after each step. A run that does not come to its end within 90 s counts as such, and as
+90 s where it made no further step.
+
+``--torchft`` adds torchft (``pip install torchft==0.2.0`` first): two replica groups of one process each, on its gloo
+group, with its lighthouse and managers in their quickest sensible setting; this script starts anew who dies.
 """
 
 from __future__ import annotations
@@ -12,6 +16,7 @@ import itertools
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -81,6 +86,45 @@ for number, (x, y) in enumerate(loader, start=1):
     if number == kill_at and rank == 1 and not begun:
         open(folder + "/killed", "w").write(repr(time.monotonic()))
         os.kill(os.getpid(), signal.SIGKILL)
+"""
+)
+
+
+TORCHFT = (
+    MODEL
+    + """
+import sys
+from datetime import timedelta
+from torch.distributed import TCPStore
+from torchft import DistributedDataParallel, Manager, Optimizer, ProcessGroupGloo
+folder, kill_at, pace, replica, begun = sys.argv[1], int(sys.argv[2]), float(sys.argv[3]), int(sys.argv[4]), sys.argv[5]
+store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+def load(state):
+    model.load_state_dict(state["model"]), optimizer.load_state_dict(state["optimizer"])
+def keep():
+    return {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+manager = Manager(
+    pg=ProcessGroupGloo(timeout=timedelta(seconds=5)), min_replica_size=1, load_state_dict=load, state_dict=keep,
+    replica_id=f"replica_{replica}", store_addr="127.0.0.1", store_port=store.port, rank=0, world_size=1,
+    timeout=timedelta(seconds=5), hostname="127.0.0.1",
+)
+ddp, managed = DistributedDataParallel(manager, model), Optimizer(manager, optimizer)
+loader = DataLoader(data, batch_size=32, shuffle=True)
+while manager.current_step() < 400:
+    for x, y in loader:
+        if manager.current_step() >= 400:
+            break
+        managed.zero_grad()
+        loss_fn(ddp(x), y).backward()
+        managed.step()
+        if replica == 0:
+            print(json.dumps([time.monotonic(), manager.num_participants()]), flush=True)
+        time.sleep(pace)
+        if manager.current_step() == kill_at and replica == 1 and begun == "first":
+            open(folder + "/killed", "w").write(repr(time.monotonic()))
+            os.kill(os.getpid(), signal.SIGKILL)
+manager.shutdown(wait=False)
+os._exit(0)
 """
 )
 
@@ -187,80 +231,105 @@ def torchrun() -> dict[str, float]:
         command += ["--standalone", str(script), folder, str(_KILL_AT), "0.02"]
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
         process = subprocess.Popen(command, env=environment(), text=True, **pipes)
+        hangs = False
         try:
             output, _ = process.communicate(timeout=_DEADLINE_SECONDS)
+        except subprocess.TimeoutExpired:
+            hangs = True
+            end_tree(process)
+            output, _ = process.communicate()
         finally:
             end_tree(process)
         at = float((Path(folder) / "killed").read_text())
     lines = [json.loads(line) for line in output.splitlines() if line.startswith("[")]
-    after = [when for when, _ in lines if when > at]
+    next_step = next((when - at for when, _ in lines if when > at), _DEADLINE_SECONDS)
     return {
-        "completed": float(process.returncode == 0),
-        "next_step": after[0] - at,
-        "full_size": after[0] - at,
+        "completed": float(process.returncode == 0 and not hangs),
+        "next_step": next_step,
+        "full_size": next_step,
     }
 
 
-SIDES = {"ours": ours, "torchrun": torchrun}
+def torchft() -> dict[str, float]:
+    """Return the same for two replicas under torchft, the dead one started again at once."""
+    from torchft.coordination import LighthouseServer
+
+    # A worker counts as dead after a second without a heartbeat (default 5 s); a quorum waits 0.1 s for who is to come.
+    house = LighthouseServer(
+        bind="127.0.0.1:0", min_replicas=1, join_timeout_ms=100, heartbeat_timeout_ms=1000
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        script = Path(folder) / "train.py"
+        script.write_text(TORCHFT)
+        variables = environment() | {
+            "TORCHFT_LIGHTHOUSE": house.address().replace(socket.gethostname(), "127.0.0.1")
+        }
+
+        def start(replica: int, begun: str) -> subprocess.Popen[str]:
+            command = [sys.executable, str(script), folder, str(_KILL_AT), "0.02", str(replica), begun]
+            pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+            return subprocess.Popen(command, env=variables, text=True, **pipes)
+
+        watched, doomed = start(0, "first"), start(1, "first")
+        again = None
+        try:
+            doomed.wait(_DEADLINE_SECONDS)
+            again = start(1, "again")
+            output, _ = watched.communicate(timeout=_DEADLINE_SECONDS)
+            hangs = False
+        except subprocess.TimeoutExpired:
+            hangs = True
+            end_tree(watched)
+            output, _ = watched.communicate()
+        finally:
+            for process in filter(None, (watched, doomed, again)):
+                end_tree(process)
+            house.shutdown()
+        at = float((Path(folder) / "killed").read_text())
+    after = [(when, size) for when, size in map(json.loads, output.splitlines()) if when > at]
+    late = (at + _DEADLINE_SECONDS, 2)
+    return {
+        "completed": float(watched.returncode == 0 and not hangs),
+        "next_step": next(iter(after), late)[0] - at,
+        "full_size": next((entry for entry in after if entry[1] == 2), late)[0] - at,
+    }
+
+
+SIDES = {"ours": ours, "torchrun": torchrun, "torchft": torchft}
+_PEERS = {"torchrun": "torchrun --max-restarts", "torchft": "torchft"}
+Samples = dict[str, list[dict[str, float]]]
+
+
+def _row(what: str, unit: str, key: str, samples: Samples, peer: str, reach: str = "") -> Row:
+    ours, theirs = ([sample[key] for sample in samples[side]] for side in ("ours", peer))
+    return Row(what, unit, ours, theirs, _PEERS[peer], reach, "ours")
 
 
 def main() -> None:
-    samples: dict[str, list[dict[str, float]]] = {name: [] for name in SIDES}
+    sides = [side for side in SIDES if side != "torchft" or "--torchft" in sys.argv]
+    samples: Samples = {name: [] for name in sides}
     for _ in range(_ROUNDS):
-        for name in SIDES:
+        for name in sides:
             samples[name].append(run_side(__file__, name, 300.0))
-    mine, theirs = samples["ours"], samples["torchrun"]
-
-    def of(which: list[dict[str, float]], key: str) -> list[float]:
-        return [sample[key] for sample in which]
-
-    report(
-        "recovery",
-        [
-            Row(
-                "kill -9 of a rank to the next step of the other",
-                "s",
-                of(mine, "next_step"),
-                of(theirs, "next_step"),
-                "torchrun --max-restarts",
-                "<= 0.5 s",
-                "ours",
+    rows = []
+    for peer in sides[1:]:
+        rows += [
+            _row(
+                "kill -9 of a rank to the next step of the other", "s", "next_step", samples, peer, "<= 0.5 s"
             ),
-            Row(
-                "the same to the first step at full size, with a spare",
-                "s",
-                of(mine, "full_size"),
-                of(theirs, "full_size"),
-                "torchrun --max-restarts",
-                "<= 2 s",
-                "ours",
+            _row(
+                "the same to the first at full size, with a spare", "s", "full_size", samples, peer, "<= 2 s"
             ),
-            Row(
-                "share of runs that complete",
-                "",
-                of(mine, "completed"),
-                of(theirs, "completed"),
-                "torchrun --max-restarts",
-                ">= 1",
-                "ours",
-            ),
-            Row(
-                "a rank is stopped (SIGSTOP): it is named and the others are free",
-                "s",
-                of(mine, "stop_named"),
-                reach="<= 2 s",
-                judged="ours",
-            ),
-            Row(
-                "two workers become four, ready ones: the gap between two steps",
-                "s",
-                of(mine, "grow"),
-                of(mine, "step"),
-                "a step",
-            ),
-            Row("four become two: the gap", "s", of(mine, "shrink"), of(mine, "step"), "a step"),
-        ],
-    )
+            _row("share of runs that complete", "", "completed", samples, peer, ">= 1"),
+        ]
+    mine = {key: [sample[key] for sample in samples["ours"]] for key in samples["ours"][0]}
+    stopped = "a rank is stopped (SIGSTOP): it is named and the others are free"
+    rows += [
+        Row(stopped, "s", mine["stop_named"], reach="<= 2 s", judged="ours"),
+        Row("two workers become four, ready ones: the gap", "s", mine["grow"], mine["step"], "a step"),
+        Row("four become two: the gap", "s", mine["shrink"], mine["step"], "a step"),
+    ]
+    report("recovery", rows)
 
 
 if __name__ == "__main__":

@@ -12,30 +12,23 @@ from __future__ import annotations
 
 import contextlib
 import math
-import signal
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from openclaw_nb.cluster.adopted import AdoptedRun, newest
-from openclaw_nb.cluster.chaos import Chaos, OwnProcesses
+from openclaw_nb.cluster.chaos import Chaos
 from openclaw_nb.cluster.devices import Device
 from openclaw_nb.cluster.exchange import Exchange
+from openclaw_nb.cluster.faults import Faults
 from openclaw_nb.cluster.files import ClusterFiles
 from openclaw_nb.cluster.guardian import Guardian
 from openclaw_nb.cluster.ipp import Door
 from openclaw_nb.cluster.launch import BACKENDS, SET_ENDED, check_devices, check_installed, check_words
 from openclaw_nb.cluster.membership import Membership, Progress
-from openclaw_nb.cluster.ownership import (
-    CLUSTER_VARIABLE,
-    end_processes,
-    new_cluster_id,
-    record_of,
-    send_signal,
-)
+from openclaw_nb.cluster.ownership import CLUSTER_VARIABLE, end_processes, new_cluster_id
 from openclaw_nb.cluster.pace import Paces
 from openclaw_nb.cluster.resize import Resizer
 from openclaw_nb.cluster.run import CellRun, RunResult
@@ -92,8 +85,6 @@ class MasterNode:
     ----------
     last_run : CellRun or None
         The cell that runs, or ran last.
-    chaos : Chaos or None
-        The fault that was planted last (`plant`).
     problem : str
         Why the cluster can do nothing any more; "" while it can.
 
@@ -140,12 +131,11 @@ class MasterNode:
         self._resizes: list[float] = []
         self._max_retries = 0
         self._checkpoint_every = ""
-        self._is_report_taken = False
+        self._faults = Faults(self.cluster_id)
         self._run_count = 0
         self._run_prefix = new_cluster_id()[:8]  # another owner of the cluster may have counted runs before
         self.last_run: CellRun | None = None
         self.problem = ""
-        self.chaos: Chaos | None = None
 
     # --------------------------------------------------------------------------------- start, stop
 
@@ -186,7 +176,9 @@ class MasterNode:
             on_lost=self._on_lost,
         )
         launch = BACKENDS[self.backend](self._door, self.host, lambda: files.exchange()[0])
-        self._membership = Membership(self._door, launch, self.host, self._asked_communication)
+        self._membership = Membership(
+            self._door, launch, self.host, self._asked_communication, self.cluster_id
+        )
         self._exchange = Exchange(self._door, files.exchange)
         return self._door
 
@@ -475,8 +467,9 @@ class MasterNode:
             run.limits = self._limits
             self._run = self.last_run = run
         members.mark_running(run_id, ranks.values())
+        members.warm_spares()
         if strategy is not None and not verify_steps:
-            self._arm(run, strategy)
+            self._faults.arm(run, strategy, members.workers)
         run.start(
             RunCell(
                 run_id=run_id,
@@ -524,8 +517,7 @@ class MasterNode:
         return {rank: ranks[rank] for rank in targets}
 
     def _on_run_finished(self, result: RunResult) -> None:
-        if (chaos := self._chaos_of(self._run)) is not None:
-            chaos.finish(result)
+        self._faults.finish(self._run, result)
         busy = [self._run.ranks[r] for r in result.busy] if self._run else []
         if self._membership is not None and isinstance(self._run, AdoptedRun):
             self._membership.end_forming()
@@ -629,57 +621,26 @@ class MasterNode:
         UsageError
             For what cannot be planted, or while another fault is.
         """
-        members = self._members
-        if self.chaos is not None and self.chaos.report is None:
-            raise UsageError(
-                f"One fault at a time: {self.chaos.fault} is planted already. %openclaw chaos off takes it back."
-            )
+        members, run = self._members, self._run
         if worker is not None:
             worker = find_worker(members.members, worker).id
-        fault = plan_fault(kind, step=step, seed=seed, worker=worker)
-        self.chaos, self._is_report_taken = Chaos(fault, OwnProcesses(self.cluster_id)), False
-        run = self._run
+        chaos = self._faults.plant(plan_fault(kind, step=step, seed=seed, worker=worker))
         if run is not None and run.running and run.strategy is not None:
-            self._arm(run, run.strategy)
-            if run.result is not None:  # it has ended meanwhile
-                self.chaos.finish(run.result)
-        return self.chaos
+            self._faults.arm(run, run.strategy, members.workers)
+        return chaos
 
     def unplant(self) -> bool:
         """Take back a fault that was planted, and what it has stopped or limited; return whether there was one."""
-        chaos = self.chaos
-        if chaos is None or chaos.report is not None:
-            return False
-        self.chaos = None
-        chaos.put_back()
-        return True
+        return self._faults.take_back()
 
     def take_report(self) -> Report | None:
         """Return what came of the fault in the last cell, once; None when none was planted into it."""
-        chaos = self.chaos
-        if chaos is None or chaos.report is None or self._is_report_taken:
-            return None
-        self._is_report_taken = True
-        return chaos.report
+        return self._faults.take_report()
 
-    def _arm(self, run: CellRun, strategy: StrategySpec) -> None:
-        """Let the planted fault, if there is one, strike this cell."""
-        chaos, workers = self.chaos, self._members.workers
-        if chaos is None or chaos.run_id:
-            return
-        directory = None
-        if strategy.options.get("checkpoint"):
-            directory = Path(strategy.options["checkpoint"]).expanduser().absolute()
-        chaos.begin(
-            run.run_id,
-            lambda: {rank: workers[number] for rank, number in dict(run.ranks).items()},
-            run.num_steps,
-            directory,
-        )
-
-    def _chaos_of(self, run: CellRun | None) -> Chaos | None:
-        chaos = self.chaos
-        return chaos if chaos is not None and run is not None and chaos.run_id == run.run_id else None
+    @property
+    def chaos(self) -> Chaos | None:
+        """The fault that was planted last."""
+        return self._faults.chaos
 
     # --------------------------------------------------------------------------------- more, and fewer
 
@@ -938,7 +899,7 @@ class MasterNode:
         if isinstance(event, Measured) and not (isinstance(run, AdoptedRun) and run.run_id == event.run_id):
             self._tell(event)
         run.tell(event)
-        if isinstance(event, Measured) and (chaos := self._chaos_of(run)) is not None:
+        if isinstance(event, Measured) and (chaos := self._faults.of(run)) is not None:
             chaos.measured(event.worker, event.steps)
 
     def _tell(self, event: Event) -> None:
@@ -961,25 +922,17 @@ class MasterNode:
     def _on_died(self, number: int) -> None:
         run = self._run
         running = run is not None and run.running
-        if (chaos := self._chaos_of(run)) is not None:
-            chaos.died(number)
-        self._end_silent(number)
+        self._faults.died(run, number)
+        if self._membership is not None and self.replaces_workers:
+            self._membership.kill(
+                number
+            )  # one that is silent may live; another takes its device and its number
         if run is not None:
             run.worker_died(number)
         if self._membership is not None:
             self._membership.died(number, during_run=running)
             if run is not None and running and run.goes_on:
                 self._replace_running(number, run)
-
-    def _end_silent(self, number: int) -> None:
-        """End the process of a worker that does not answer: another takes its place, its device and its number."""
-        workers = self._membership.workers if self._membership is not None else []
-        pid = workers[number].pid if number < len(workers) else None
-        if pid is None or not self.replaces_workers:
-            return
-        record = record_of(pid, self.cluster_id)
-        if record is not None:
-            send_signal(record, self.cluster_id, signal.SIGKILL)
 
     def _replace_running(self, number: int, run: CellRun) -> None:
         """Bring a spare, or else a new process, into a cell in which a worker died."""

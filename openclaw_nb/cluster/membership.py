@@ -22,9 +22,20 @@ import psutil
 from openclaw_nb.cluster.devices import Device
 from openclaw_nb.cluster.ipp import Door
 from openclaw_nb.cluster.launch import SET_ENDED, Launch
+from openclaw_nb.cluster.ownership import kill
 from openclaw_nb.cluster.worker import Worker
 from openclaw_nb.core.errors import ClusterError, OpenClawError, StartError, UsageError, WorkerDiedError
-from openclaw_nb.protocol.messages import Done, Failed, FormGroup, Locate, Recall, Release, Reply
+from openclaw_nb.protocol.messages import (
+    Done,
+    Failed,
+    FormGroup,
+    ImportModules,
+    ListModules,
+    Locate,
+    Recall,
+    Release,
+    Reply,
+)
 
 Progress = Callable[[int, int, str], None]
 _START_SECONDS = 120.0
@@ -50,13 +61,16 @@ class Membership:
         Address for the workers' stores.
     communication : str
         What the group is asked to communicate with.
+    cluster_id : str
+        The mark of its processes.
     """
 
-    def __init__(self, door: Door, launch: Launch, host: str, communication: str) -> None:
+    def __init__(self, door: Door, launch: Launch, host: str, communication: str, cluster_id: str) -> None:
         self.door = door
         self._launch = launch
         self._host = host
         self._asked_communication = communication
+        self._cluster_id = cluster_id
         self.communication = ""
         self.epoch = 0
         self.workers: list[Worker] = []
@@ -442,10 +456,8 @@ class Membership:
 
     def kill(self, number: int) -> None:
         """End a worker's process."""
-        worker = self.workers[number]
-        if worker.alive and worker.pid:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(worker.pid, 9)
+        if number < len(self.workers) and (pid := self.workers[number].pid) is not None:
+            kill(pid, self._cluster_id)
 
     def is_stopped(self, number: int) -> bool:
         """Return whether a worker's process is stopped (SIGSTOP)."""
@@ -455,8 +467,32 @@ class Membership:
         except psutil.Error:  # it is gone
             return False
 
+    def warm_up(self, workers: Sequence[Worker]) -> None:
+        """Let workers import what the variables of those that train come from, so that nobody waits for it later."""
+        known = (w for w in self.members if w.alive and w.number not in self._blank and w not in workers)
+        source = next(known, None)
+        if source is None:
+            return
+        asked = self.door.request_at_once(source.number, ListModules())
+        wait([asked], timeout=_ANSWER_SECONDS)
+        with contextlib.suppress(WorkerDiedError, TimeoutError):
+            reply = asked.result(timeout=0)
+            if isinstance(reply, Done):
+                order = ImportModules(**reply.value)
+                wait([self.door.request_at_once(w.number, order) for w in workers], timeout=_ANSWER_SECONDS)
+
+    def warm_spares(self) -> None:
+        """Let the spares import, in the background, what they would need in the cell that begins."""
+        spares = [w for w in self.workers if w.spare and w.alive and w.store_port]
+        if spares:
+            threading.Thread(
+                target=self.warm_up, args=(spares,), name="openclaw-warm-up", daemon=True
+            ).start()
+
     def _await_warmth(self, worker: Worker) -> None:
         """Wait until a worker would let nobody wait for what it has to import."""
+        self.warm_up([worker])
+        worker.warm = False
         while worker.alive and not worker.warm and not self._closing:
             self._locate(worker)
             time.sleep(_POLL_SECONDS)
@@ -495,8 +531,8 @@ class Membership:
             raise UsageError(f"No worker can be replaced here. {SET_ENDED}")
         if replace_busy:
             for worker in self.workers:
-                if worker.busy_with and worker.pid:
-                    os.kill(worker.pid, 9)
+                if worker.busy_with:
+                    self.kill(worker.number)
         self.mend()
 
     def lost(self, why: str) -> None:

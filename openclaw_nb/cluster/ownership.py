@@ -145,6 +145,12 @@ def end_processes(
     return list(ended)
 
 
+def kill(pid: int, cluster_id: str) -> bool:
+    """End a process at once (SIGKILL) if it is one of the cluster's; return whether it was."""
+    record = record_of(pid, cluster_id)
+    return record is not None and send_signal(record, cluster_id, signal.SIGKILL)
+
+
 def send_signal(record: ProcessRecord, cluster_id: str, number: int) -> bool:
     """Signal a process of a cluster if it is still the one that was recorded.
 

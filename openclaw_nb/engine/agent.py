@@ -31,6 +31,8 @@ from openclaw_nb.protocol.messages import (
     EnterCell,
     Failed,
     FormGroup,
+    ImportModules,
+    ListModules,
     Locate,
     Meet,
     Recall,
@@ -120,9 +122,7 @@ class Agent:
     def _settle_in(self, command: FormGroup) -> None:
         """Be where the notebook is."""
         self._preload.wait()
-        with contextlib.suppress(OSError):  # the notebook's directory may not exist on another host
-            os.chdir(command.directory)
-        sys.path[:] = [*command.search_path, *(p for p in sys.path if p not in command.search_path)]
+        _go_to(command.directory, command.search_path)
 
     def _form_group(self, command: FormGroup) -> Done:
         self._settle_in(command)
@@ -334,6 +334,14 @@ class Agent:
                 running = self._running
                 where = self._whereabouts(running) if running else None
                 return Done(value={"where": None if where is None else vars(where), **self._state()})
+            case ListModules():
+                return Done(
+                    value={"names": self._modules(), "directory": os.getcwd(), "search_path": list(sys.path)}
+                )
+            case ImportModules():
+                _go_to(command.directory, command.search_path)
+                self._preload.add(command.names)
+                return Done()
             case Recall():
                 return Done(value={"run": self.outbox.recall(with_output=command.with_output)})
             case _:
@@ -350,6 +358,10 @@ class Agent:
             "problem": self._preload.problem,
             "warm": self._preload.is_complete,
         }
+
+    def _modules(self) -> list[str]:
+        hidden = self._shell.user_ns_hidden
+        return variables.modules_of({n: v for n, v in self._shell.user_ns.copy().items() if n not in hidden})
 
     def _open_store(self) -> int:
         """Open this worker's store once torch is there; return its port, or 0 before that."""
@@ -460,3 +472,9 @@ def failure(
         at=time.monotonic(),
         value=value or {},
     )
+
+
+def _go_to(directory: str, search_path: list[str]) -> None:
+    with contextlib.suppress(OSError):  # the notebook's directory may not exist on another host
+        os.chdir(directory)
+    sys.path[:] = [*search_path, *(p for p in sys.path if p not in search_path)]

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
+import queue
 import threading
+from collections.abc import Iterable
 
 
 class Preload:
@@ -16,8 +19,18 @@ class Preload:
     def __init__(self) -> None:
         self._error: BaseException | None = None
         self._done = threading.Event()
-        self._is_complete = False
+        self._names: queue.SimpleQueue[str] = queue.SimpleQueue()
+        self._waiting = 0
+        self._lock = threading.Lock()
+        self.add(_LATER)
         threading.Thread(target=self._run, name="openclaw-import", daemon=True).start()
+
+    def add(self, names: Iterable[str]) -> None:
+        """Import these modules, too, after those that wait."""
+        with self._lock:
+            for name in names:
+                self._waiting += 1
+                self._names.put(name)
 
     def _run(self) -> None:
         try:
@@ -28,9 +41,12 @@ class Preload:
             return
         finally:
             self._done.set()
-        for name in _LATER:
-            importlib.import_module(name)
-        self._is_complete = True
+        while True:
+            # Whoever needs a module that cannot be imported gets the error itself.
+            with contextlib.suppress(Exception):
+                importlib.import_module(self._names.get())
+            with self._lock:
+                self._waiting -= 1
 
     @property
     def ready(self) -> bool:
@@ -39,8 +55,8 @@ class Preload:
 
     @property
     def is_complete(self) -> bool:
-        """Whether all is imported that the first strategy cell would wait for."""
-        return self._is_complete
+        """Whether all is imported that was asked for, what the first strategy cell would wait for among it."""
+        return self._waiting == 0
 
     @property
     def problem(self) -> str:

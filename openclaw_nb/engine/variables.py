@@ -9,6 +9,7 @@ import hashlib
 import os
 import sys
 from collections.abc import Iterable, Mapping
+from types import ModuleType
 from typing import Any
 
 from openclaw_nb.core.errors import unknown_name
@@ -38,6 +39,19 @@ def receive(namespace: dict[str, Any], path: str) -> dict[str, Any]:
     values = codec.read_variables(path)
     namespace.update(values)
     return {"names": sorted(values), "size_bytes": os.path.getsize(path)}
+
+
+def modules_of(namespace: Mapping[str, Any]) -> list[str]:
+    """Return the names of the loaded modules that variables are, or that they or their types come from."""
+    found: set[str | None] = set()
+    for value in list(namespace.values()):
+        if isinstance(value, ModuleType):
+            found.add(value.__name__)
+        else:
+            found |= {getattr(value, "__module__", None), type(value).__module__}
+    return sorted(
+        name for name in found if isinstance(name, str) and name in sys.modules and name != "__main__"
+    )
 
 
 def describe(namespace: Mapping[str, Any], names: list[str]) -> dict[str, Any]:

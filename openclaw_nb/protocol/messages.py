@@ -13,7 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-PROTOCOL_VERSION = 5
+PROTOCOL_VERSION = 6
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -172,6 +172,23 @@ class Locate:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ListModules:
+    """Say at once which modules the worker's variables come from, and where it looks for modules."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImportModules:
+    """Import these modules in the background, from such a place; meanwhile the worker is not ``warm``.
+
+    Those that cannot be imported are left to whoever needs them.
+    """
+
+    names: list[str]
+    directory: str
+    search_path: list[str]
+
+
+@dataclass(frozen=True, kw_only=True)
 class Recall:
     """Say at once what the newest cell has shown and measured so far, and how it ended if it has.
 
@@ -194,6 +211,8 @@ Command = (
     | SetPace
     | EnterCell
     | Locate
+    | ListModules
+    | ImportModules
     | Recall
 )
 

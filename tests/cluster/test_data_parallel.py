@@ -178,7 +178,20 @@ def loop_of(body: str) -> str:
     return "losses = []\n" + textwrap.dedent(body)
 
 
+_TWO_AT_ONCE = """
+        for epoch in range(3):
+            for (x, y), (u, v) in zip(loader, OTHER):
+                optimizer.zero_grad()
+                loss = loss_fn(model(x), y) + loss_fn(model(u), v)
+                loss.backward()
+                optimizer.step()
+                losses.append(loss.item())
+    """
+# Of loaders that are begun together each has drawn a number before the first of them draws its batches.
 WAYS = {
+    "two loaders at once": "        other = DataLoader(loader.dataset, batch_size=32, shuffle=True)\n"
+    + _TWO_AT_ONCE.replace("OTHER", "other"),
+    "a loader with itself": _TWO_AT_ONCE.replace("OTHER", "loader"),
     "halves in turn": """
         for epoch in range(2):
             for number, (x, y) in enumerate(loader):

@@ -13,6 +13,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -252,6 +253,18 @@ def test_rank_0_dies_and_its_successor_gives_the_variables(spared: Lab) -> None:
     result = end(start(spared, LOOPS["plain"], pace(kill_at=6, victim=0)))
     assert (len(result.deaths), len(result.joined)) == (1, 1), result.notes
     check(spared, LOOPS["plain"])
+
+
+def test_a_spare_has_imported_beforehand_what_the_variables_come_from(spared: Lab, tmp_path: Path) -> None:
+    (tmp_path / "seldom.py").write_text("import time\nimported = time.monotonic()\n")
+    spared.good(f"import sys\nsys.path.insert(0, {str(tmp_path)!r})\nimport seldom", targets=[0, 1])
+    end(start(spared, LOOPS["plain"], pace()))  # the spare imports while it runs
+    await_spare(spared)
+    began = time.monotonic()
+    result = end(start(spared, LOOPS["plain"], pace(kill_at=6, victim=1)))
+    assert len(result.joined) == 1, result.notes
+    spared.good("imported = seldom.imported\ndel seldom")
+    assert max(spared.pull("imported", rank) for rank in range(2)) < began
 
 
 @pytest.mark.parametrize("case", ["batchnorm", "accumulate", "loader processes"])

@@ -23,6 +23,8 @@ from openclaw_nb.protocol.messages import (
     EnterCell,
     Failed,
     FormGroup,
+    ImportModules,
+    ListModules,
     Locate,
     Measured,
     Meet,
@@ -40,7 +42,7 @@ from openclaw_nb.protocol.messages import (
 )
 
 # Change a line here only together with PROTOCOL_VERSION. Fields with "=" have a default.
-VERSION = 5
+VERSION = 6
 WIRE = {
     "StrategySpec": "name options= model= optimizer= loader= split= reduction= sync_batchnorm=",
     "FormGroup": (
@@ -57,6 +59,8 @@ WIRE = {
     "Meet": "run_id num_ranks num_new leaves",
     "EnterCell": "cell group",
     "Locate": "",
+    "ListModules": "",
+    "ImportModules": "names directory search_path",
     "Recall": "with_output=",
     "Done": "value=",
     "Failed": "error_type message traceback consequence= interrupted= at= value=",
@@ -106,6 +110,8 @@ EXAMPLES = [
     EnterCell(cell=RunCell(run_id="r-1", epoch=3, source="", execution_count=0, strategy=SPEC), group=FORM),
     AtHead(worker=1, run_id="r-1", epoch=3, lets_in=True),
     Locate(),
+    ListModules(),
+    ImportModules(names=["numpy"], directory="/tmp", search_path=["/opt/site"]),
     Recall(with_output=False),
     Done(value={"pid": 12, "names": {"x": "int:1"}, "where": None}),
     Failed(

@@ -69,8 +69,13 @@ def mark(tree: ast.Module, loops: Loops, number: int, namespace: Mapping[str, An
 
 
 def _written(one: Pass) -> dict[str, Any]:
-    start = pickle.loads(one.start)  # this process's own
-    return {"start": start, "given": one.given, "taken": one.taken, "is_over": one.is_over}
+    numbers = {"given": one.given, "taken": one.taken, "is_over": one.is_over}
+    drawn_from = pickle.loads(one.drawn_from) if one.drawn_from else None
+    return {
+        "start": pickle.loads(one.start),
+        "drawn_from": drawn_from,
+        **numbers,
+    }  # this process's own pickles
 
 
 def find(place: Mapping[str, Any], tree: ast.Module, namespace: Mapping[str, Any]) -> Bookmark:
@@ -107,7 +112,9 @@ def _kind(name: str, left: Mapping[str, str]) -> str:
 
 
 def _read(one: Mapping[str, Any]) -> Pass:
-    return Pass(pickle.dumps(one["start"], protocol=5), one["given"], one["taken"], is_over=one["is_over"])
+    start = pickle.dumps(one["start"], protocol=5)
+    drawn_from = b"" if one["drawn_from"] is None else pickle.dumps(one["drawn_from"], protocol=5)
+    return Pass(start, one["given"], one["taken"], is_over=one["is_over"], drawn_from=drawn_from)
 
 
 def shape(tree: ast.Module) -> str:

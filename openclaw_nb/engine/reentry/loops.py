@@ -27,6 +27,8 @@ class Pass:
     ----------
     start : bytes
         The common random state at its beginning.
+    drawn_from : bytes
+        That from which its batches were drawn; empty before the first one.
     given : int
         How many batches the cell has got, those that came again among them.
     taken : int
@@ -42,6 +44,7 @@ class Pass:
     taken: int = 0
     num_unsettled: int = 0
     is_over: bool = False
+    drawn_from: bytes = b""
 
 
 @dataclass(frozen=True)
@@ -240,13 +243,8 @@ class Loops:
 
     # ------------------------------------------------------------------------------------- loaders
 
-    def begin_pass(self, start: bytes) -> Pass:
-        """Take note of a pass of a loader that begins, and return it."""
-        begun = Pass(start)
-        self._take(begun)
-        return begun
-
-    def _take(self, begun: Pass) -> None:
+    def begin_pass(self, begun: Pass) -> None:
+        """Take note of a pass of a loader that begins."""
         self._open.append(begun)
         if self._inside:
             self._loops[self._inside[-1]].passes.append(begun)
@@ -275,13 +273,18 @@ class Loops:
         """Whether the head of a loop has begun passes of loaders that are not over."""
         return any(not each.is_over for each in self._loops[number].passes)
 
+    @property
+    def is_resuming(self) -> bool:
+        """Whether a head that is evaluated now is that of a loop which goes on in its midst."""
+        return bool(self._places) or bool(self._inside and self._loops[self._inside[-1]].resumed)
+
     def resumed_pass(self) -> Pass | None:
         """Return the pass that a loader which is iterated now has to take up; None for one that is new."""
         loop = self._loops.get(self._inside[-1]) if self._inside else None
         if loop is None or not loop.resumed:
             return None
         found = replace(loop.resumed.pop(0))
-        self._take(found)
+        self.begin_pass(found)
         return found
 
     # ------------------------------------------------------------------------------------- newcomers

@@ -5,8 +5,8 @@
                                 └─ training ──> the same batch sampler, each batch cut to this rank's part
 
 The single-device loader's global batches come in the same order: rank 0's random state is made common at the
-start of each pass and drawn from just as the single-device loader would. Knows loaders; not what the slices
-are for.
+start of each pass and drawn from just as the single-device loader would: some by ``iter(loader)``, the rest with the
+first batch, which differs where several loaders are begun together. Knows loaders; not what the slices are for.
 """
 
 from __future__ import annotations
@@ -53,44 +53,49 @@ class SlicedBatches:
 
     Parameters
     ----------
-    batches : iterable of list of int
-        The single-device loader's batch sampler.
     ranks : Ranks
         Among whom each batch is shared out; there may be fewer of them later.
     shares : Shares
         Theirs.
-    loader_id : int
-        Tells loaders apart.
+    loader : DataLoader
+        The single-device loader.
 
     Attributes
     ----------
     num_unsettled : int
         How many batches the cell has got that may be asked for again.
+    drawn_from : bytes
+        The random state that the pass has drawn its batches from.
     """
 
-    def __init__(self, batches: Any, ranks: Ranks, shares: Shares, loader_id: int) -> None:
-        self._batches = batches
-        self._ranks, self._shares, self._loader_id = ranks, shares, loader_id
+    def __init__(self, ranks: Ranks, shares: Shares, loader: DataLoader[Any]) -> None:
+        self._batches: Any = loader.batch_sampler
+        self._generators = randomness.generators_of(loader)
+        self._ranks, self._shares, self._loader_id = ranks, shares, id(loader)
         self._source: Iterator[tuple[list[int], bool]] | None = None
         self._unsettled: deque[tuple[list[int], bool]] = deque()
         self._num_skipped = 0
+        self._drawn_again_from = b""
+        self.drawn_from = b""
         self.num_unsettled = 0
         self._drawn: deque[Slice] = deque()
 
     def __len__(self) -> int:
         return len(self._batches)
 
-    def restart(self, num_skipped: int = 0) -> None:
-        """Let the next iteration be a new pass, from a later batch on."""
-        self._source, self._num_skipped = None, num_skipped
+    def restart(self, num_skipped: int = 0, drawn_from: bytes = b"") -> None:
+        """Let the next iteration be a new pass, or go on with one that has drawn from a random state, later in it."""
+        self._source, self._num_skipped, self._drawn_again_from = None, num_skipped, drawn_from
 
     def begin(self) -> Iterator[tuple[list[int], bool]]:
         """Draw the random numbers that a pass begins with, unless it has begun; return what is left of it."""
         if self._source is None:
+            if self._drawn_again_from:
+                randomness.restore(self._drawn_again_from, self._generators)
+            self.drawn_from = self._drawn_again_from or randomness.capture(self._generators)
             source = _with_ends(self._batches)
-            for _ in range(self._num_skipped):
-                next(source)
-            self._source = source
+            begun = list(itertools.islice(source, self._num_skipped + 1))
+            self._source = itertools.chain(begun[self._num_skipped :], source)
             self._unsettled.clear()
         return self._source
 
@@ -159,6 +164,16 @@ class Steps(Protocol):
         """Return what an operation of all ranks returns."""
 
 
+@dataclass
+class _Twin:
+    """A loader that draws the slices of another one's batches: for whom, and in which pass it was used last."""
+
+    of: DataLoader[Any]
+    batches: SlicedBatches
+    loader: DataLoader[Any]
+    last: Pass
+
+
 class LoaderSplitter:
     """Slices the cell's training loaders while it is installed.
 
@@ -198,7 +213,7 @@ class LoaderSplitter:
         self._fetching = fetching
         self._common_only = common_only
         self._only = None if only is None else {id(loader) for loader in only}
-        self._inner: dict[int, tuple[DataLoader[Any], SlicedBatches, DataLoader[Any]]] = {}
+        self._inner: dict[int, _Twin] = {}
         self._plain_iter: Any = None
         self._starting = False
 
@@ -209,7 +224,10 @@ class LoaderSplitter:
         def iterate(loader: DataLoader[Any]) -> Any:
             if self._starting or not self._wants(loader):
                 return plain(loader)
-            return self._common(loader) if self._common_only else self._sliced(loader)
+            if self._common_only:
+                return self._common(loader)
+            # What a newcomer's loader has to do is known when its loop asks for the first item.
+            return self._resumed(loader) if self._loops.is_resuming else self._sliced(loader)
 
         DataLoader.__iter__ = iterate  # type: ignore[method-assign]
 
@@ -241,38 +259,46 @@ class LoaderSplitter:
 
     def _common(self, loader: DataLoader[Any]) -> Iterator[Any]:
         self._make_common(loader)
-        for batch in self._fetching(self._begin(loader)):
+        return self._each(self._begin(loader))
+
+    def _each(self, fetched: Iterable[Any]) -> Iterator[Any]:
+        for batch in self._fetching(fetched):
             yield batch
             self._steps.rest()
 
     def _sliced(self, loader: DataLoader[Any]) -> Iterator[Any]:
-        batches, inner = self._sliced_loader(loader)
+        """Begin a pass, by what the single-device loader does when it is asked for an iterator."""
+        one = Pass(self._make_common(loader))
+        twin = self._twin(loader, one)
+        twin.batches.restart()
+        return self._pass(one, twin, self._begin(twin.loader), is_new=True)
+
+    def _resumed(self, loader: DataLoader[Any]) -> Iterator[Any]:
+        """Go on with a pass of the other ranks, with the random numbers that it began with, after what is trained."""
         one = self._loops.resumed_pass()
         if one is None:
-            one = self._loops.begin_pass(self._make_common(loader))
-            batches.restart()
-            fetched = self._begin(inner)
-        else:
-            fetched = self._take_up(one, loader)
+            yield from self._sliced(loader)
+            return
+        twin = self._twin(loader, one)
+        randomness.restore(one.start, randomness.generators_of(loader))
+        twin.batches.restart(one.taken, one.drawn_from)
+        fetched = self._begin(twin.loader)
+        twin.batches.begin()
+        yield from self._pass(one, twin, fetched, is_new=False)
+
+    def _pass(self, one: Pass, twin: _Twin, fetched: Iterable[Any], *, is_new: bool) -> Iterator[Any]:
+        if is_new:
+            self._loops.begin_pass(one)
         self._steps.shares.num_open += 1
         try:
             yield from itertools.repeat(None, one.given)  # for the batches that the others have had
-            while not one.is_over and (yield from self._give(one, batches, fetched)):
+            while not one.is_over and (yield from self._give(one, twin.batches, fetched)):
                 self._steps.begin_again()
-                fetched = self._begin_again(inner)
+                fetched = self._begin_again(twin.loader)
         finally:
             self._steps.shares.num_open -= 1
             self._loops.end_pass(one)
         self._steps.take_slice(None)
-
-    def _take_up(self, one: Pass, loader: DataLoader[Any]) -> Iterable[Any]:
-        """Begin a pass on a newcomer, with the random numbers that it began with, and skip what is trained."""
-        batches, inner = self._sliced_loader(loader)
-        randomness.restore(one.start, randomness.generators_of(loader))
-        batches.restart(one.taken)
-        fetched: Iterable[Any] = self._begin(inner)
-        batches.begin()
-        return fetched
 
     def _give(self, one: Pass, batches: SlicedBatches, fetched: Iterable[Any]) -> Generator[Any, None, bool]:
         """Yield batches until the pass ends, or the ranks or their shares are others; return whether they are.
@@ -283,6 +309,7 @@ class LoaderSplitter:
         before = self._steps.num_groups, shares.turn
         for batch in self._fetching(fetched):
             self._steps.take_slice(batches.take())
+            one.drawn_from = batches.drawn_from
             one.given += 1
             one.taken += 1
             one.num_unsettled += 1
@@ -312,14 +339,19 @@ class LoaderSplitter:
         finally:
             randomness.restore(before, generators)
 
-    def _sliced_loader(self, loader: DataLoader[Any]) -> tuple[SlicedBatches, DataLoader[Any]]:
-        """Return the loader's sliced twin; it is kept, so that persistent worker processes persist."""
-        if id(loader) not in self._inner:
+    def _twin(self, loader: DataLoader[Any], one: Pass) -> _Twin:
+        """Return the loader's sliced twin for a pass; it is kept, so that persistent worker processes persist.
+
+        A loader that is iterated while another pass of it is under way gets one more.
+        """
+        found = self._inner.get(id(loader))
+        if found is None or not found.last.is_over:
             self._check(loader)
-            batches = SlicedBatches(loader.batch_sampler, self._ranks, self._steps.shares, id(loader))
-            self._inner[id(loader)] = (loader, batches, twin(loader, batches, pinning=self._pinning))
-        _, batches, inner = self._inner[id(loader)]
-        return batches, inner
+            batches = SlicedBatches(self._ranks, self._steps.shares, loader)
+            found = _Twin(loader, batches, twin(loader, batches, pinning=self._pinning), one)
+            self._inner.setdefault(id(loader), found)
+        found.last = one
+        return found
 
     def _check(self, loader: DataLoader[Any]) -> None:
         if isinstance(loader.dataset, IterableDataset) or loader.batch_sampler is None:

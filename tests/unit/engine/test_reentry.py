@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from openclaw_nb.core.errors import RefusedError
-from openclaw_nb.engine.reentry.loops import LoopPlace, Loops
+from openclaw_nb.engine.reentry.loops import LoopPlace, Loops, Pass
 from openclaw_nb.engine.reentry.program import KEEPER, enter, loops_of, passes_on, path_to, watch
 
 CELLS = {
@@ -383,7 +383,8 @@ def test_passes_belong_to_the_loop_whose_head_begins_them() -> None:
     keeper = Loops(lambda number, worked: None)
 
     def loader() -> Any:
-        begun = keeper.begin_pass(b"state")
+        begun = Pass(b"state")
+        keeper.begin_pass(begun)
         for item in range(3):
             begun.given += 1
             yield item

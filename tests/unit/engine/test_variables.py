@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import sys
 import threading
 from collections import OrderedDict
 from pathlib import Path
@@ -15,7 +16,7 @@ from torch import nn
 
 from openclaw_nb.core.errors import UnknownNameError
 from openclaw_nb.engine import variables
-from openclaw_nb.engine.variables import digest, digests, size_of
+from openclaw_nb.engine.variables import digest, digests, modules_of, size_of
 
 
 def model(seed: int = 0) -> nn.Module:
@@ -152,6 +153,20 @@ def test_describe() -> None:
     found = variables.describe({"t": torch.zeros(10), "n": 3}, ["t", "n"])
     assert found["t"] == {"type": "Tensor", "digest": digest(torch.zeros(10)), "size_bytes": 40}
     assert (found["n"]["type"], found["n"]["digest"]) == ("int", digest(3))
+
+
+def test_modules_that_variables_come_from() -> None:
+    values = {
+        "np": np,
+        "model": nn.Sequential(),
+        "function": digest,
+        "number": 3,
+        "made here": type("Mine", (), {})(),
+    }
+    found = modules_of(values)
+    assert {"numpy", "torch.nn.modules.container", "openclaw_nb.engine.variables", "builtins"} <= set(found)
+    assert all(name in sys.modules for name in found)
+    assert "__main__" not in modules_of({"main": sys.modules["__main__"]})
 
 
 @pytest.mark.parametrize(
