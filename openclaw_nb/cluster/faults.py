@@ -18,24 +18,18 @@ from openclaw_nb.protocol.messages import StrategySpec
 class Faults:
     """What is planted into one cluster.
 
-    Parameters
-    ----------
-    cluster_id : str
-        The mark of the processes that may be struck.
-
     Attributes
     ----------
     chaos : Chaos or None
         The fault that was planted last, unless it was taken back.
     """
 
-    def __init__(self, cluster_id: str) -> None:
-        self._cluster_id = cluster_id
+    def __init__(self) -> None:
         self.chaos: Chaos | None = None
         self._is_report_taken = False
 
-    def plant(self, fault: Fault) -> Chaos:
-        """Keep a fault for the cell that it is armed in.
+    def plant(self, fault: Fault, processes: OwnProcesses) -> Chaos:
+        """Keep a fault for the cell that it is armed in, which strikes one of these processes.
 
         Raises
         ------
@@ -46,7 +40,7 @@ class Faults:
             raise UsageError(
                 f"One fault at a time: {self.chaos.fault} is planted already. %openclaw chaos off takes it back."
             )
-        self.chaos, self._is_report_taken = Chaos(fault, OwnProcesses(self._cluster_id)), False
+        self.chaos, self._is_report_taken = Chaos(fault, processes), False
         return self.chaos
 
     def take_back(self) -> bool:

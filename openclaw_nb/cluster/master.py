@@ -19,7 +19,7 @@ from types import TracebackType
 from typing import Any
 
 from openclaw_nb.cluster.adopted import AdoptedRun, newest
-from openclaw_nb.cluster.chaos import Chaos
+from openclaw_nb.cluster.chaos import Chaos, OwnProcesses
 from openclaw_nb.cluster.devices import Device
 from openclaw_nb.cluster.exchange import Exchange
 from openclaw_nb.cluster.faults import Faults
@@ -131,7 +131,7 @@ class MasterNode:
         self._resizes: list[float] = []
         self._max_retries = 0
         self._checkpoint_every = ""
-        self._faults = Faults(self.cluster_id)
+        self._faults = Faults()
         self._run_count = 0
         self._run_prefix = new_cluster_id()[:8]  # another owner of the cluster may have counted runs before
         self.last_run: CellRun | None = None
@@ -217,6 +217,8 @@ class MasterNode:
                 lease_seconds=lease_seconds,
             )
             master.cluster_id = files.cluster_id
+            master._max_retries, master._checkpoint_every = state.get("recovery", (0, ""))
+            master._limits = Limits(*state.get("limits", ()))
             if listener is not None:
                 master.listen(listener)
             try:
@@ -322,12 +324,18 @@ class MasterNode:
         return self.workers
 
     def _save_state(self) -> None:
-        """Keep what another process needs to take the cluster over."""
-        assert self._files is not None
-        controller = self._members.door.controller
-        state = {"name": self.name, "backend": self.backend, "controller": controller}
+        """Keep what another process needs to take the cluster over, once there are workers."""
+        if self._files is None or self._membership is None or not self._membership.workers:
+            return
+        state = {
+            "name": self.name,
+            "backend": self.backend,
+            "controller": self._membership.door.controller,
+            "recovery": [self._max_retries, self._checkpoint_every],
+            "limits": [self._limits.communication_seconds, self._limits.computation_seconds],
+        }
         with self._saving:  # workers may be added and removed from several threads
-            self._files.save_state({**state, **self._members.state()})
+            self._files.save_state({**state, **self._membership.state()})
 
     def stop(self) -> int:
         """End every process of the cluster and remove its files.
@@ -560,6 +568,7 @@ class MasterNode:
             For a limit that is no positive number.
         """
         self._limits = Limits(_limit("communication", communication), _limit("computation", computation))
+        self._save_state()
         if self._run is not None:
             self._run.limits = self._limits
 
@@ -589,6 +598,7 @@ class MasterNode:
         if max_retries and not self.replaces_workers:
             raise UsageError(f"Cells cannot go on after a death here. {SET_ENDED}")
         self._max_retries, self._checkpoint_every = max_retries, every
+        self._save_state()
 
     # ---------------------------------------------------------------------------------------- faults
 
@@ -624,7 +634,8 @@ class MasterNode:
         members, run = self._members, self._run
         if worker is not None:
             worker = find_worker(members.members, worker).id
-        chaos = self._faults.plant(plan_fault(kind, step=step, seed=seed, worker=worker))
+        fault = plan_fault(kind, step=step, seed=seed, worker=worker)
+        chaos = self._faults.plant(fault, OwnProcesses(self.cluster_id))
         if run is not None and run.running and run.strategy is not None:
             self._faults.arm(run, run.strategy, members.workers)
         return chaos
@@ -941,7 +952,8 @@ class MasterNode:
             return
         spare = members.take_spare(number)
         if spare is not None:
-            run.offer(spare)
+            members.when_warm(spare, run.offer)
+            self._save_state()
         members.replace_running(number, run.offer if spare is None else lambda number: None)
 
 

@@ -412,6 +412,7 @@ class Membership:
         except OpenClawError as error:
             self.notes.append(f"No new process could be started in the place of {worker.id}: {error}")
             return
+        self.warm_up([worker])
         self._await_warmth(worker)
         ready(worker.number)
 
@@ -444,6 +445,7 @@ class Membership:
                 self.remove(worker.number)
             raise
         self._blank.update(worker.number for worker in added)
+        self.warm_up(added)
         for worker in added:
             self._await_warmth(worker)
         return added
@@ -489,9 +491,17 @@ class Membership:
                 target=self.warm_up, args=(spares,), name="openclaw-warm-up", daemon=True
             ).start()
 
+    def when_warm(self, number: int, ready: Callable[[int], None]) -> None:
+        """Tell a spare's number, from another thread, when it has imported what it was asked to: at once as a rule."""
+
+        def tell() -> None:
+            self._await_warmth(self.workers[number])
+            ready(number)
+
+        threading.Thread(target=tell, name="openclaw-warm", daemon=True).start()
+
     def _await_warmth(self, worker: Worker) -> None:
         """Wait until a worker would let nobody wait for what it has to import."""
-        self.warm_up([worker])
         worker.warm = False
         while worker.alive and not worker.warm and not self._closing:
             self._locate(worker)

@@ -188,8 +188,9 @@ def spared() -> Iterator[Lab]:
     master.start()
     master.start_workers(cpu_devices(2), spares=cpu_devices(3)[2:])
     master.enable_auto_recovery(max_retries=3)
-    yield Lab(master)
-    master.stop()
+    lab = Lab(master)
+    yield lab
+    lab.master.stop()
 
 
 def pace(kill_at: int = -1, victim: int = -1, full: int = 2) -> str:
@@ -470,3 +471,19 @@ def test_100_deaths_are_kept_in_a_ledger(spared: Lab) -> None:
     results = [kept_in_a_ledger(spared, {dice.randrange(2): dice.uniform(0.0, 0.45)}) for _ in range(100)]
     assert sum(len(result.deaths) for result in results) > 50
     assert sum(len(result.joined) for result in results) > 50
+
+
+@pytest.mark.soak
+def test_who_attaches_finds_the_workers_of_a_cell_that_went_on_and_its_settings(spared: Lab) -> None:
+    """Roles are those that a death has left, and the next one is gone on after, too."""
+    await_spare(spared)
+    end(start(spared, LOOPS["plain"], pace(kill_at=6, victim=0)))
+    before = [(worker.id, worker.spare) for worker in spared.master.workers]
+    name = spared.master.name
+    spared.master.detach()
+    spared.master = MasterNode.attach(name)
+    assert [(worker.id, worker.spare) for worker in spared.master.workers] == before
+    await_spare(spared)
+    result = end(start(spared, LOOPS["plain"], pace(kill_at=6, victim=1)))
+    assert (len(result.deaths), len(result.joined)) == (1, 1), result.notes
+    check(spared, LOOPS["plain"])
