@@ -457,6 +457,29 @@ class MasterNode:
         elastic = self.replaces_workers and not why_not and not verify_steps
         if strategy is not None and why_not and self._max_retries and not verify_steps:
             members.notes.append(_NO_RECOVERY.format(why=why_not))
+        run = self._new_run(ranks, absent, elastic=elastic)
+        members.mark_running(run.run_id, ranks.values())
+        members.warm_spares()
+        if strategy is not None and not verify_steps:
+            self._faults.arm(run, strategy, members.workers)
+        run.start(
+            RunCell(
+                run_id=run.run_id,
+                epoch=members.epoch,
+                source=source,
+                execution_count=execution_count,
+                strategy=strategy,
+                compare_names=strategy is not None and not verify_steps,
+                verify_steps=verify_steps,
+                elastic=elastic,
+                pace=self._paces.command(run.run_id, shared=elastic),
+            )
+        )
+        return run
+
+    def _new_run(self, ranks: dict[int, int], absent: list[int], *, elastic: bool) -> CellRun:
+        """Make the run of the cell that is the cluster's from now on; refuse it while another one is."""
+        members = self._members
         with self._lock:
             if self._run is not None and self._run.running:
                 raise ClusterError(_BUSY)
@@ -474,23 +497,6 @@ class MasterNode:
             )
             run.limits = self._limits
             self._run = self.last_run = run
-        members.mark_running(run_id, ranks.values())
-        members.warm_spares()
-        if strategy is not None and not verify_steps:
-            self._faults.arm(run, strategy, members.workers)
-        run.start(
-            RunCell(
-                run_id=run_id,
-                epoch=members.epoch,
-                source=source,
-                execution_count=execution_count,
-                strategy=strategy,
-                compare_names=strategy is not None and not verify_steps,
-                verify_steps=verify_steps,
-                elastic=elastic,
-                pace=self._paces.command(run_id, shared=elastic),
-            )
-        )
         return run
 
     def _with_interval(self, strategy: StrategySpec | None) -> StrategySpec | None:
