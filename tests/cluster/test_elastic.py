@@ -12,7 +12,7 @@ import random
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -209,10 +209,10 @@ def end(run: CellRun) -> RunResult:
     return result
 
 
-def check(lab: Lab, loop: str, setup: str = SETUP) -> None:
-    """Compare every rank with the same cells on one device."""
+def check(lab: Lab, loop: str, setup: str = SETUP, ranks: Sequence[int] | None = None) -> None:
+    """Compare every rank, or some, with the same cells on one device."""
     expected = single_device(setup + pace() + MORE, loop + STATE)["state"]
-    for rank in lab.master._members.all_ranks():
+    for rank in lab.master._members.all_ranks() if ranks is None else ranks:
         state = lab.pull("state", rank)
         for name, value in expected.items():
             torch.testing.assert_close(

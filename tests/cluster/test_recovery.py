@@ -151,6 +151,20 @@ def test_batchnorm_and_its_statistics(lab: Lab) -> None:
     assert len(result.deaths) == 1
 
 
+def test_schedulers_and_scalers_that_the_cell_makes(pair: Lab) -> None:
+    made = (
+        SCHEDULED.removeprefix(SETUP)
+        + "scaler = torch.amp.GradScaler('cpu', init_scale=64.0, growth_interval=3)\n"
+    )
+    loop = made + LOOP.replace("loss.backward()", "scaler.scale(loss).backward()").replace(
+        "optimizer.step()", "scaler.step(optimizer); scaler.update()"
+    )
+    result = train(pair, 2, "in backward", {7: 1}, SETUP, loop + "\nscale = scaler.get_scale()")
+    check(pair, result, expected_state(SETUP, loop), [0])
+    assert len(result.deaths) == 1
+    assert pair.pull("scale") == 64.0 * 2**5
+
+
 def test_several_batches_a_step_are_repeated_together(pair: Lab) -> None:
     merged = SETUP.replace("batch_size=32", "batch_size=64")
     loop = LOOP.replace("per_batch.step()", "").replace("scheduler.step()", "")

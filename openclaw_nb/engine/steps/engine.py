@@ -26,6 +26,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import LRScheduler
 
 from openclaw_nb.core.errors import OpenClawError, RefusedError
 from openclaw_nb.engine.group.ranks import Ranks
@@ -185,20 +186,24 @@ class StepEngine:
                 o.register_step_post_hook(self._on_step) for o in self._objects.optimizers.values()
             ]
         if self._options.batches_per_step > 1 or self._continuity.is_possible:
-            schedulers, scalers = self._objects.schedulers.values(), self._objects.scalers.values()
-            self._hold_back += [hold_while(each, ("step",), self._holds_schedules) for each in schedulers]
-            methods = ("step", "update", "unscale_")
-            self._hold_back += [hold_while(each, methods, self._holds_scales) for each in scalers]
+            self._hold_back = [
+                hold_while(LRScheduler, ("step",), self._holds_schedule),
+                hold_while(torch.amp.GradScaler, ("step", "update", "unscale_"), self._holds_scale),
+            ]
         self._clock.restart()
 
     def _on_step(self, *_: Any) -> None:
         self._has_unused = False
 
-    def _holds_schedules(self) -> bool:
+    def _holds_back(self) -> bool:
         return self._window.is_open or self.is_void
 
-    def _holds_scales(self) -> bool:
-        return self._holds_schedules() or self._is_taken_over
+    def _holds_schedule(self, scheduler: LRScheduler) -> bool:
+        ours = self._objects.optimizers.values()
+        return self._holds_back() and any(scheduler.optimizer is each for each in ours)
+
+    def _holds_scale(self, scaler: torch.amp.GradScaler) -> bool:
+        return self._holds_back() or self._is_taken_over
 
     def uninstall(self) -> None:
         """Leave every object as it was; the engine may be installed again."""

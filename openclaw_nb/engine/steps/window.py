@@ -87,25 +87,42 @@ class Window:
                 parameter.grad = kept
 
 
-def hold_while(thing: Any, names: Sequence[str], is_held: Callable[[], bool]) -> Callable[[], None]:
-    """Let some methods of ``thing`` do nothing while ``is_held`` says so; return how to undo that.
+def hold_while(base: type, names: Sequence[str], is_held: Callable[[Any], bool]) -> Callable[[], None]:
+    """Let methods of a class and its subclasses do nothing for objects that are held; return how to undo that.
 
-    Its class is exchanged, as whatever is set on the object itself would be part of a scheduler's ``state_dict()``.
+    Classes are changed, not objects: so those count, too, that the cell makes itself, and nothing gets into a
+    scheduler's ``state_dict()``.
+
+    Parameters
+    ----------
+    base : type
+        The class.
+    names : sequence of str
+        Its methods.
+    is_held : callable
+        Told the object whose method is called.
     """
-    kind = type(thing)
-    held = {name: _held(getattr(kind, name), is_held) for name in names if hasattr(kind, name)}
-    thing.__class__ = type(kind.__name__, (kind,), {"__module__": kind.__module__, **held})
+    replaced = [
+        (kind, name, vars(kind)[name]) for kind in _kinds(base) for name in names if name in vars(kind)
+    ]
+    for kind, name, method in replaced:
+        setattr(kind, name, _held(method, is_held))
 
     def undo() -> None:
-        thing.__class__ = kind
+        for kind, name, method in replaced:
+            setattr(kind, name, method)
 
     return undo
 
 
-def _held(method: Callable[..., Any], is_held: Callable[[], bool]) -> Callable[..., Any]:
+def _kinds(base: type) -> set[type]:
+    return {base}.union(*map(_kinds, base.__subclasses__()))
+
+
+def _held(method: Callable[..., Any], is_held: Callable[[Any], bool]) -> Callable[..., Any]:
     @functools.wraps(method)
-    def held(*args: Any, **kwargs: Any) -> Any:
-        return None if is_held() else method(*args, **kwargs)
+    def held(thing: Any, *args: Any, **kwargs: Any) -> Any:
+        return None if is_held(thing) else method(thing, *args, **kwargs)
 
     return held
 
