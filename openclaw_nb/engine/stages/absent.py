@@ -15,11 +15,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_map
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from openclaw_nb.core.errors import RefusedError
 from openclaw_nb.engine.loss.ops import mutates, name_of
 
+_MOST_KNOWN = 4096
 _untouched = torch._C.DisableTorchFunctionSubclass
 # What it says of its device is what the tensor will say that it stands for.
 _ABOUT_DEVICE: dict[str, Callable[[torch.device], Any]] = {
@@ -41,20 +42,15 @@ class Absent(Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         args, kwargs = tree_map(present, (args, kwargs or {}))
-        given = [leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, Tensor)]
-        missing = [leaf for leaf in given if type(leaf) is Absent]
-        if not missing:
+        leaves, layout = tree_flatten((args, kwargs))
+        first = next((leaf for leaf in leaves if type(leaf) is Absent), None)
+        if first is None:
             return func(*args, **kwargs)
-        first = missing[0]
         if (about := _ABOUT_DEVICE.get(name_of(func))) is not None:
             return about(first._device)
         _check(func, args, kwargs, first)
         with _untouched(), torch.no_grad():
-            shapes, named = tree_map(_to_meta, (args, kwargs))
-            try:
-                result = func(*shapes, **named)
-            except (RuntimeError, NotImplementedError) as error:
-                raise RefusedError(_needs_value(name_of(func), first, error)) from error
+            result = _shapes_of(func, leaves, layout, first)
         return tree_map(lambda leaf: _like(leaf, first), result)
 
     def __repr__(self, **kwargs: Any) -> str:  # type: ignore[override]
@@ -114,6 +110,36 @@ def _needs_value(name: str, first: Absent, error: Exception) -> str:
         "one worker "
         "(--stages)."
     )
+
+
+_known: dict[Any, Any] = {}  # torch takes a millisecond to find some results' shapes
+
+
+def _shapes_of(func: Any, leaves: list[Any], layout: Any, first: Absent) -> Any:
+    """Return a function's result in shapes; the same call is looked at once."""
+    key: Any = (func, layout, torch.get_default_dtype(), *(_key_of(leaf) for leaf in leaves))
+    try:
+        return _known[key]
+    except TypeError:
+        key = None  # an argument that cannot be compared
+    except KeyError:
+        pass
+    args, kwargs = tree_unflatten([_to_meta(leaf) for leaf in leaves], layout)
+    try:
+        result = func(*args, **kwargs)
+    except (RuntimeError, NotImplementedError) as error:
+        raise RefusedError(_needs_value(name_of(func), first, error)) from error
+    if key is not None:
+        if len(_known) >= _MOST_KNOWN:
+            _known.clear()
+        _known[key] = result
+    return result
+
+
+def _key_of(leaf: Any) -> Any:
+    if isinstance(leaf, Tensor):
+        return Tensor, leaf.shape, leaf.dtype, leaf.stride()
+    return type(leaf), leaf
 
 
 def _to_meta(leaf: Any) -> Any:

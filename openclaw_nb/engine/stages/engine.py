@@ -75,6 +75,7 @@ class StageEngine:
         self._anchor = torch.zeros((), requires_grad=True)
         self._num_calls = self._num_rows = 0
         self._is_back = False
+        self._flags_of_closure: list[bool] | None = None
         self._undo: list[Callable[[], Any]] = []
         # Of the protocol that loaders are split by: here every rank has each batch as a whole.
         self.num_groups, self.shares = 1, Shares(ranks, publisher.pace)
@@ -126,7 +127,8 @@ class StageEngine:
         def after(*_: Any) -> None:
             plain, flags = steps.pop()
             plain.__exit__(None, None, None)
-            self.holdings.stage_gradients(flags)
+            self.holdings.stage_gradients(self._flags_of_closure or flags)
+            self._flags_of_closure = None
 
         handles = [
             optimizer.register_step_pre_hook(before),
@@ -242,15 +244,24 @@ class StageEngine:
             with holdings.plain():
                 self._backward(tensors, grad_tensors, retain_graph, create_graph, grad_variables)
                 shared.add_up(holdings, self._exchange, self._clock.waiting, kept)
+                self._flush()
             flags = self._agree_on_gradients(float(root.detach().sum()))
         except BaseException:
             holdings.drop_gradients()
             raise
         finally:
             self._is_back = False
-        if not holdings.is_stepping:
+        if holdings.is_stepping:  # in an optimizer's closure
+            self._flags_of_closure = flags
+        else:
             holdings.stage_gradients(flags)
         self._count(float(root.detach().sum()))
+
+    def _flush(self) -> None:
+        """Wait until this rank's last gradient is sent: ranks that wait in different calls seem stuck."""
+        if self._exchange is not None:
+            with self._clock.waiting():
+                self._exchange.flush()
 
     def _agree_on_gradients(self, loss: float) -> list[bool]:
         """Return which parameters have a gradient somewhere; refuse it when ranks have come to different losses."""

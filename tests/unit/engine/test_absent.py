@@ -25,6 +25,19 @@ def test_code_between_layers_goes_on_with_shapes() -> None:
     assert "embed" in repr(y)
 
 
+def test_shapes_are_those_of_each_call() -> None:
+    """Though a call that was seen is not looked at again: what it depends on tells calls apart."""
+    x, table = made(), torch.ones(3, 4)
+    for _ in range(2):
+        assert (x @ table).shape == (2, 4)
+        assert (x @ table[:, :2]).shape == (2, 2)
+        assert x.sum(0).shape == (3,)
+        assert x.sum(1, keepdim=True).shape == (2, 1)
+        assert (x + 1).dtype == torch.float32
+        assert (x + torch.ones(3, dtype=torch.float64)).dtype == torch.float64
+        assert torch.stack([x, x]).shape == (2, 2, 3)
+
+
 def test_what_is_received_stands_for_it() -> None:
     x = made()
     receive_into(x, torch.ones(2, 3))
