@@ -26,10 +26,16 @@ from openclaw_nb.core.host import available_memory_bytes
 from openclaw_nb.core.text import is_set
 from openclaw_nb.monitor.store import Monitor
 from openclaw_nb.protocol.messages import StrategySpec
-from openclaw_nb.strategies import STRATEGIES, DataParallelStrategy, canonical_strategy
+from openclaw_nb.strategies import (
+    STRATEGIES,
+    DataParallelStrategy,
+    ModelParallelStrategy,
+    PipelineStrategy,
+    canonical_strategy,
+)
 
 Progress = Callable[[int, int, str], None]
-Strategy = str | DataParallelStrategy | StrategySpec
+Strategy = str | DataParallelStrategy | ModelParallelStrategy | PipelineStrategy | StrategySpec
 
 
 class Session:
@@ -305,17 +311,18 @@ class OpenClawCluster:
         ----------
         source : str
             What a notebook's cell would hold.
-        strategy : str, DataParallelStrategy or StrategySpec, optional
+        strategy : str, one of `openclaw_nb.strategies`, or StrategySpec, optional
             How it is run in parallel; on every rank as it stands when not given.
         targets : sequence of int, optional
             The ranks that run it; all by default.
         """
         if isinstance(strategy, str):
             strategy = STRATEGIES[canonical_strategy(strategy)]()
-        if isinstance(strategy, DataParallelStrategy):
-            targets = self._ranks_on(strategy.devices) if targets is None else targets
-            strategy = strategy.spec()
-        return self.master.run_cell(source, strategy=strategy, targets=targets)
+        if strategy is None or isinstance(strategy, StrategySpec):
+            return self.master.run_cell(source, strategy=strategy, targets=targets)
+        asked: Any = strategy
+        targets = self._ranks_on(asked.devices) if targets is None else targets
+        return self.master.run_cell(source, strategy=asked.spec(), targets=targets)
 
     def _ranks_on(self, devices: Sequence[str] | None) -> list[int] | None:
         if devices is None:
@@ -332,7 +339,7 @@ class OpenClawCluster:
 
         Parameters
         ----------
-        strategy : str, DataParallelStrategy, StrategySpec or None
+        strategy : str, one of `openclaw_nb.strategies`, StrategySpec or None
             As for `run_cell`; the model, optimizer and loaders are found among the arguments.
         function : callable
             It and its arguments are copied to the workers.

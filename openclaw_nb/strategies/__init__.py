@@ -2,13 +2,28 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from openclaw_nb.core.errors import unknown_name
 from openclaw_nb.strategies.data_parallel import DataParallelStrategy
+from openclaw_nb.strategies.model_parallel import ModelParallelStrategy
+from openclaw_nb.strategies.pipeline import PipelineStrategy
 
-__all__ = ["ALIASES", "STRATEGIES", "DataParallelStrategy", "canonical_strategy"]
+__all__ = [
+    "ALIASES",
+    "STRATEGIES",
+    "DataParallelStrategy",
+    "ModelParallelStrategy",
+    "PipelineStrategy",
+    "canonical_strategy",
+]
 
-STRATEGIES = {"data_parallel": DataParallelStrategy}
-ALIASES = {"data": "data_parallel"}
+STRATEGIES: dict[str, Any] = {
+    "data_parallel": DataParallelStrategy,
+    "model_parallel": ModelParallelStrategy,
+    "pipeline": PipelineStrategy,
+}
+ALIASES = {"data": "data_parallel", "model": "model_parallel"}
 
 
 def canonical_strategy(name: str) -> str:

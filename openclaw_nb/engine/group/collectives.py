@@ -207,8 +207,7 @@ class ReleasableGroup(_ProcessGroup):  # type: ignore[misc]
         self._pending: set[PendingWork] = set()
         self._lock = threading.Lock()
         self._released: str | None = None
-        self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._issuer: threading.Thread | None = None
+        self._lanes: dict[str, queue.SimpleQueue[Callable[[], None] | None]] = {}
 
     # ------------------------------------------------------------------------------------ release
 
@@ -216,10 +215,11 @@ class ReleasableGroup(_ProcessGroup):  # type: ignore[misc]
         """End every wait in this group now, and refuse every later call."""
         with self._lock:
             self._released = cause
-            pending = list(self._pending)
+            pending, lanes = list(self._pending), list(self._lanes.values())
         for work in pending:
             work.finish(ReleasedError(cause))
-        self._calls.put(None)
+        for lane in lanes:
+            lane.put(None)
 
     @property
     def released(self) -> bool:
@@ -289,17 +289,18 @@ class ReleasableGroup(_ProcessGroup):  # type: ignore[misc]
         else:
             work.finish(None)
 
-    def _issue_later(self, action: Callable[[], None]) -> None:
-        """Run ``action`` on the issuing thread, in order: asynchronous calls stay asynchronous."""
-        if self._issuer is None:
-            self._issuer = threading.Thread(target=self._issue_loop, name="openclaw-issue", daemon=True)
-            self._issuer.start()
-        self._calls.put(action)
-
-    def _issue_loop(self) -> None:
-        while (action := self._calls.get()) is not None:
-            action()
-            del action  # it holds the work, which must not outlive its group on this thread
+    def _issue_later(self, action: Callable[[], None], lane: str = "issue") -> None:
+        """Run ``action`` on the lane's thread, in order: asynchronous calls stay asynchronous."""
+        with self._lock:
+            calls = self._lanes.get(lane)
+            if calls is None:
+                calls = self._lanes[lane] = queue.SimpleQueue()
+                threading.Thread(
+                    target=_issue_all, args=(calls,), name=f"openclaw-{lane}", daemon=True
+                ).start()
+            calls.put(action)
+            if self._released is not None:  # since the call began: nobody else will end the thread
+                calls.put(None)
 
     def _agree_and_issue(self, work: PendingWork, method: str, args: tuple[Any, ...]) -> None:
         try:
@@ -455,7 +456,9 @@ class ReleasableGroup(_ProcessGroup):  # type: ignore[misc]
             self._pending.add(work)
         return work
 
-    def start_apart(self, call: str, tensors: list[torch.Tensor], action: Callable[[], None]) -> PendingWork:
+    def start_apart(
+        self, call: str, tensors: list[torch.Tensor], action: Callable[[], None], lane: str = "issue"
+    ) -> PendingWork:
         """Run ``action`` in place of a backend's call, after what was started this way before.
 
         Parameters
@@ -466,9 +469,11 @@ class ReleasableGroup(_ProcessGroup):  # type: ignore[misc]
             What the action writes to.
         action : callable
             Made by all ranks in the same order. A lost connection counts as the other rank's end.
+        lane : str
+            Actions of one lane run in order, those of different lanes at the same time.
         """
         work = self._begin(call, tensors)
-        self._issue_later(lambda: self._run(work, action))
+        self._issue_later(lambda: self._run(work, action), lane)
         return work
 
     def _finish_apart(self, work: PendingWork, wait: Callable[[], Any]) -> None:
@@ -488,6 +493,12 @@ class ReleasableGroup(_ProcessGroup):  # type: ignore[misc]
         finally:
             with self._lock:
                 self._in_backend -= 1
+
+
+def _issue_all(calls: queue.SimpleQueue[Callable[[], None] | None]) -> None:
+    while (action := calls.get()) is not None:
+        action()
+        del action  # it holds the work, which must not outlive its group on this thread
 
 
 _OPS = {

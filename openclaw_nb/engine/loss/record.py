@@ -349,22 +349,25 @@ def _untrack(tensor: Tensor) -> Tensor:
         return tensor.as_subclass(Tensor) if type(tensor) is Tracked else tensor
 
 
-def map_tensors(change: Callable[[Tensor], Tensor], tree: Any) -> Any:
-    """Apply a function to every tensor of nested tuples, lists, dicts and dataclasses; all else stays."""
-    if isinstance(tree, Tensor):
+def map_tensors(change: Callable[[Any], Any], tree: Any, kind: type = Tensor) -> Any:
+    """Apply a function to every tensor of nested tuples, lists, dicts and dataclasses; all else stays.
+
+    With ``kind`` it is applied to the values of that type instead.
+    """
+    if isinstance(tree, kind):
         return change(tree)
     if isinstance(tree, dict):
         changed = copy.copy(tree)
         for key, part in tree.items():
-            changed[key] = map_tensors(change, part)
+            changed[key] = map_tensors(change, part, kind)
         return changed
     if isinstance(tree, tuple) and hasattr(tree, "_fields"):
-        return type(tree)(*(map_tensors(change, part) for part in tree))
+        return type(tree)(*(map_tensors(change, part, kind) for part in tree))
     if type(tree) is tuple or type(tree) is list:
-        return type(tree)(map_tensors(change, part) for part in tree)
+        return type(tree)(map_tensors(change, part, kind) for part in tree)
     if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
         changed = copy.copy(tree)  # type: ignore[arg-type]
         for part in dataclasses.fields(tree):
-            object.__setattr__(changed, part.name, map_tensors(change, getattr(tree, part.name)))
+            object.__setattr__(changed, part.name, map_tensors(change, getattr(tree, part.name), kind))
         return changed
     return tree

@@ -103,8 +103,9 @@ class StepRecorder:
     def _note_gradients(self, root: Tensor) -> None:
         found = {name: p.grad for name, p in _parameters(self._models) if p.grad is not None}
         if found and root.numel() == 1:
-            kept = {name: _copy(gradient) for name, gradient in found.items()} if self._values else {}
-            self._last = float(root.detach()), kept
+            # Read on all ranks, also where it is not kept: those that have a gradient give it to the others.
+            read = {name: _copy(gradient) for name, gradient in found.items()}
+            self._last = float(root.detach()), read if self._values else {}
 
     def _note_step(self, *_: Any) -> None:
         if self._last is not None and len(self.steps) < self._num_steps:

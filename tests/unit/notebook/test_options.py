@@ -146,9 +146,29 @@ def test_a_strategy_cell() -> None:
     assert cell("--strategy data_parallel").strategy == DataParallelStrategy().spec()
 
 
+def test_cells_of_a_model_in_stages() -> None:
+    def asked(line: str) -> object:
+        strategy = cell(line).strategy
+        assert strategy is not None
+        return strategy.name, strategy.options
+
+    assert asked("-s model") == ("model_parallel", {})
+    assert asked("-s model --stages embed,head") == ("model_parallel", {"model_layers": ["embed", "head"]})
+    assert asked("-s pipeline --stages 'a, b/c' --microbatches 4 --schedule gpipe") == (
+        "pipeline",
+        {"schedule": "gpipe", "microbatches": 4, "stages": [["a", "b"], ["c"]]},
+    )
+
+
 @pytest.mark.parametrize(
     ("line", "said"),
     [
+        ("-s model --microbatches 4", "--microbatches is no option of model_parallel, but of pipeline"),
+        ("-s pipeline --sync-frequency 2", "--sync-frequency is no option of pipeline, but of data_parallel"),
+        ("-s pipeline --split model", "--split is no option of pipeline, but of data_parallel"),
+        ("-s data --stages a/b", "--stages is no option of data_parallel, but of model_parallel, pipeline"),
+        ("-s pipeline --stages a//b", "--stages takes names of layers"),
+        ("-s pipeline --schedule 1f2b", "There is no --schedule value '1f2b'"),
         ("-s data_paralel", "There is no strategy 'data_paralel'. Did you mean 'data_parallel'?"),
         ("--strateg data", "Did you mean '--strategy'?"),
         ("-s data --split lodaer", "Did you mean 'loader'?"),
