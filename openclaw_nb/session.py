@@ -310,12 +310,11 @@ class OpenClawCluster:
         targets : sequence of int, optional
             The ranks that run it; all by default.
         """
-        if isinstance(strategy, str):
-            strategy = STRATEGIES[canonical_strategy(strategy)]()
-        if isinstance(strategy, DataParallelStrategy):
-            targets = self._ranks_on(strategy.devices) if targets is None else targets
-            strategy = strategy.spec()
-        return self.master.run_cell(source, strategy=strategy, targets=targets)
+        asked = STRATEGIES[canonical_strategy(strategy)]() if isinstance(strategy, str) else strategy
+        if asked is not None and not isinstance(asked, StrategySpec):
+            targets = self._ranks_on(asked.devices) if targets is None else targets
+            asked = asked.spec()
+        return self.master.run_cell(source, strategy=asked, targets=targets)
 
     def _ranks_on(self, devices: Sequence[str] | None) -> list[int] | None:
         if devices is None:

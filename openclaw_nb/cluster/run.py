@@ -125,7 +125,8 @@ class RunResult:
     def notes(self) -> list[str]:
         """What the workers have to say, each line once, and the names that differ between ranks."""
         lines = [str(change) for change in self.changes]
-        lines += [line for value in self.values.values() for line in value.get("notes", ())]
+        told = [*self.values.values(), *(failure.value for failure in self.failures.values())]
+        lines += [line for value in told for line in value.get("notes", ())]
         names = self.differing_names
         if names:
             listed = ", ".join(names)

@@ -442,7 +442,7 @@ CELL = Command(
     (
         Argument(
             ("-s", "--strategy"),
-            "run the cell's single-device training loop in parallel: data_parallel",
+            "run the cell's single-device training loop in parallel: data_parallel, sharded",
             "strategy",
             {"metavar": "NAME"},
         ),
@@ -492,6 +492,17 @@ CELL = Command(
             "",
             _FLAG,
         ),
+        Argument(
+            ("--shard-layers",),
+            "sharded: the layers that are gathered one by one, by name or class, separated by commas (repeated blocks)",
+            settings={"metavar": "NAMES"},
+        ),
+        Argument(
+            ("--no-reshard-after-forward",),
+            "sharded: keep a layer's parameters from its forward to its backward pass",
+            "",
+            _FLAG,
+        ),
         Argument(("--model",), "the model; found by its type when not given", "worker variable", _NAME),
         Argument(("--optimizer",), "the optimizer", "worker variable", _NAME),
         Argument(("--loader",), "the loader", "worker variable", _NAME),
@@ -526,7 +537,17 @@ _OPTIONS = {
     "data_parallel": (
         *("sync_frequency", "mode", "accumulate", "fusion_buffer_size"),
         *("checkpoint", "checkpoint_every", "keep", "resume"),
-    )
+    ),
+    "sharded": ("sync_frequency", "accumulate", "shard_layers", "reshard_after_forward"),
+}
+# Why a strategy does not take one, where it can be told in a few words.
+_WHY_NOT = {
+    (
+        "sharded",
+        "checkpoint",
+    ): "no worker has the whole state to write; save model.state_dict(), which is whole",
+    ("sharded", "mode"): "workers cannot make steps of their own with a shard each",
+    ("sharded", "fusion_buffer_size"): "gradients are reduced layer by layer (--shard-layers)",
 }
 
 
@@ -565,6 +586,8 @@ def parse_cell(words: Sequence[str]) -> CellOptions:
         _check_identifier(role, getattr(given, role))
     if given.checkpoint is None and (given.checkpoint_every or given.keep or given.resume):
         raise UsageError("--checkpoint-every, --keep and --resume need --checkpoint DIR.")
+    given.reshard_after_forward = False if given.no_reshard_after_forward else None
+    _check_taken(name, given)
     options = {option: getattr(given, option) for option in _OPTIONS[name]}
     strategy = STRATEGIES[name](
         **{option: value for option, value in options.items() if value is not None},
@@ -579,6 +602,22 @@ def parse_cell(words: Sequence[str]) -> CellOptions:
         sync_batchnorm=not given.no_sync_batchnorm,
     )
     return CellOptions(spec, given.targets, given.verify or 0, given.background)
+
+
+def _check_taken(name: str, given: argparse.Namespace) -> None:
+    """Refuse options of other strategies than the one that is named."""
+    others = {option for options in _OPTIONS.values() for option in options} - set(_OPTIONS[name])
+    for option in sorted(others):
+        if getattr(given, option) not in (None, False) or (
+            option == "reshard_after_forward" and given.no_reshard_after_forward
+        ):
+            flag = (
+                "--no-reshard-after-forward"
+                if option.startswith("reshard")
+                else f"--{option.replace('_', '-')}"
+            )
+            why = _WHY_NOT.get((name, option), "")
+            raise UsageError(f"{flag} is not for the strategy {name}{': ' * bool(why)}{why}.")
 
 
 def _refuse_without_strategy(given: argparse.Namespace) -> None:

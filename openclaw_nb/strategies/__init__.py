@@ -4,10 +4,20 @@ from __future__ import annotations
 
 from openclaw_nb.core.errors import unknown_name
 from openclaw_nb.strategies.data_parallel import DataParallelStrategy
+from openclaw_nb.strategies.sharded import ShardedDataParallelStrategy
 
-__all__ = ["ALIASES", "STRATEGIES", "DataParallelStrategy", "canonical_strategy"]
+__all__ = [
+    "ALIASES",
+    "STRATEGIES",
+    "DataParallelStrategy",
+    "ShardedDataParallelStrategy",
+    "canonical_strategy",
+]
 
-STRATEGIES = {"data_parallel": DataParallelStrategy}
+STRATEGIES: dict[str, type[DataParallelStrategy | ShardedDataParallelStrategy]] = {
+    "data_parallel": DataParallelStrategy,
+    "sharded": ShardedDataParallelStrategy,
+}
 ALIASES = {"data": "data_parallel"}
 
 

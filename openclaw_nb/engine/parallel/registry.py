@@ -12,13 +12,17 @@ from openclaw_nb.engine.group.ranks import Ranks
 from openclaw_nb.engine.group.service import GroupService
 from openclaw_nb.engine.parallel.base import CellContext, Strategy
 from openclaw_nb.engine.parallel.data import DataParallel
+from openclaw_nb.engine.parallel.sharded import ShardedDataParallel
 from openclaw_nb.engine.reentry.gate import Gate
 from openclaw_nb.engine.reentry.loops import Loops
 from openclaw_nb.engine.steps.continuity import Continuity, Regrouper
 from openclaw_nb.engine.steps.measure import Publisher
 from openclaw_nb.protocol.messages import StrategySpec
 
-STRATEGIES: dict[str, type[Strategy]] = {"data_parallel": DataParallel}
+STRATEGIES: dict[str, type[Strategy]] = {
+    "data_parallel": DataParallel,
+    "sharded": ShardedDataParallel,
+}
 
 
 def ranks_of(group: GroupService) -> Ranks:
