@@ -1,4 +1,4 @@
-"""Sharded data parallel of a deep model on 4 workers of one CPU host, beside a FSDP2 script of one's own under torchrun.
+"""Sharded data parallel of a deep model on 4 workers of one CPU host, beside a script with FSDP2 under torchrun.
 
 Two figures. Memory: what parameters, gradients and optimizer state take on a worker between two steps, beside a quarter
 of what they take unsharded. Throughput: as `data_parallel`, with `fully_shard` on each block in the peer's script.
@@ -41,7 +41,8 @@ torch.set_num_threads(1)
 class Block(nn.Module):
     def __init__(self, width):
         super().__init__()
-        self.norm, self.wide, self.narrow = nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.norm = nn.LayerNorm(width)
+        self.wide, self.narrow = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
     def forward(self, x):
         return x + self.narrow(nn.functional.gelu(self.wide(self.norm(x))))
 model = nn.Sequential(nn.Linear(64, 256), *[Block(256) for _ in range(12)], nn.Linear(256, 10))
@@ -88,7 +89,7 @@ def ours(shell: Any) -> tuple[float, float, float]:
         shell.run_cell_magic("openclaw_parallel", "", build)
         shell.run_cell_magic("openclaw_parallel", "-s sharded", LOOP)
         shell.run_line_magic("openclaw", "pull rate bytes_of_state")
-    values = sum(p for p in (64 * 256 + 256, 12 * (2 * 256 + 8 * 256 * 256 + 5 * 256), 2560 + 10))
+    values = 64 * 256 + 256 + 12 * (2 * 256 + 8 * 256 * 256 + 5 * 256) + 2560 + 10
     return shell.user_ns["rate"], 4.0 * 4 * values, float(shell.user_ns["bytes_of_state"][0])
 
 
