@@ -110,8 +110,8 @@ def _raw(value: Any) -> tuple[str, memoryview] | None:
     """Return dtype and shape, and the bytes, of an array or a tensor."""
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(value, torch.Tensor):
-        if value.layout != torch.strided or value.is_meta:
-            return None
+        if value.layout != torch.strided or value.is_meta or hasattr(value, "full_tensor"):
+            return None  # of a sharded one there is only this rank's part
         plain = value.detach().cpu().contiguous()
         data = plain.view(torch.uint8) if plain.dim() else plain.reshape(1).view(torch.uint8)
         return f"{value.dtype}{list(value.shape)}", memoryview(data.numpy())

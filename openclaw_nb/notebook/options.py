@@ -17,6 +17,7 @@ from typing import Any, NoReturn
 
 from openclaw_nb.cluster.launch import BACKENDS, COMMUNICATIONS
 from openclaw_nb.core.errors import UsageError, unknown_name
+from openclaw_nb.notebook.strategy_options import describe, refuse_others
 from openclaw_nb.plan.chaos import FAULTS
 from openclaw_nb.protocol.messages import StrategySpec
 from openclaw_nb.strategies import STRATEGIES, canonical_strategy
@@ -443,7 +444,7 @@ CELL = Command(
     (
         Argument(
             ("-s", "--strategy"),
-            "run the cell's single-device training loop in parallel: data_parallel, model_parallel, pipeline",
+            f"run the cell's single-device training loop in parallel: {', '.join(STRATEGIES)}",
             "strategy",
             {"metavar": "NAME"},
         ),
@@ -510,6 +511,17 @@ CELL = Command(
             "pipeline: in which order micro-batches go forward and back (gpipe)",
             SCHEDULES,
         ),
+        Argument(
+            ("--shard-layers",),
+            "sharded: the layers that are gathered one by one, by name or class, separated by commas (repeated blocks)",
+            settings={"metavar": "NAMES"},
+        ),
+        Argument(
+            ("--no-reshard-after-forward",),
+            "sharded: keep a layer's parameters from its forward to its backward pass",
+            "",
+            _FLAG,
+        ),
         Argument(("--model",), "the model; found by its type when not given", "worker variable", _NAME),
         Argument(("--optimizer",), "the optimizer", "worker variable", _NAME),
         Argument(("--loader",), "the loader", "worker variable", _NAME),
@@ -539,21 +551,9 @@ CELL = Command(
 
 
 _OF_ANY_CELL = ("--targets", "--background")
+
+
 # The options of the cell's line that each strategy takes.
-_OPTIONS = {
-    "data_parallel": (
-        *("sync_frequency", "mode", "accumulate", "fusion_buffer_size"),
-        *("checkpoint", "checkpoint_every", "keep", "resume"),
-    ),
-    "model_parallel": ("stages",),
-    "pipeline": ("stages", "microbatches", "schedule"),
-}
-# What only these strategies ask for; under the others it is refused, not left out.
-_ONLY_OF = {
-    "data_parallel": ("no_memory_pinning", "split", "reduction", "no_sync_batchnorm"),
-}
-
-
 @dataclass(frozen=True)
 class CellOptions:
     """What the first line of a cell asks for.
@@ -589,13 +589,8 @@ def parse_cell(words: Sequence[str]) -> CellOptions:
         _check_identifier(role, getattr(given, role))
     if given.checkpoint is None and (given.checkpoint_every or given.keep or given.resume):
         raise UsageError("--checkpoint-every, --keep and --resume need --checkpoint DIR.")
-    _refuse_of_others(name, given)
-    options = {option: getattr(given, option) for option in _OPTIONS[name]}
-    if name == "data_parallel":
-        options["memory_pinning"] = not given.no_memory_pinning
-    if options.get("stages") is not None:
-        options.update(_read_stages(given.stages))
-    strategy = STRATEGIES[name](**{option: value for option, value in options.items() if value is not None})
+    refuse_others(name, given, [(_attribute(each), each.names[-1]) for each in CELL.arguments])
+    strategy = describe(name, given)
     spec = strategy.spec(
         model=given.model,
         optimizer=given.optimizer,
@@ -605,29 +600,6 @@ def parse_cell(words: Sequence[str]) -> CellOptions:
         sync_batchnorm=not given.no_sync_batchnorm,
     )
     return CellOptions(spec, given.targets, given.verify or 0, given.background)
-
-
-def _refuse_of_others(name: str, given: argparse.Namespace) -> None:
-    """Refuse options that the strategy does not take."""
-    of_strategies = {option for options in (*_OPTIONS.values(), *_ONLY_OF.values()) for option in options}
-    taken = {*_OPTIONS[name], *_ONLY_OF.get(name, ())}
-    for argument in CELL.arguments:
-        attribute = _attribute(argument)
-        if attribute in of_strategies - taken and getattr(given, attribute) not in (None, False):
-            takes = [each for each in _OPTIONS if attribute in (*_OPTIONS[each], *_ONLY_OF.get(each, ()))]
-            raise UsageError(f"{argument.names[-1]} is no option of {name}, but of {', '.join(takes)}.")
-
-
-def _read_stages(text: str) -> dict[str, Any]:
-    """Read layers in order, or with slashes those of each worker."""
-    stages = [[name.strip() for name in part.split(",") if name.strip()] for part in text.split("/")]
-    if not all(stages):
-        raise UsageError(
-            f"--stages takes names of layers, embed,blocks,head, or each worker's, embed/blocks,head; not {text!r}."
-        )
-    if len(stages) == 1:
-        return {"stages": None, "model_layers": stages[0]}
-    return {"stages": stages}
 
 
 def _refuse_without_strategy(given: argparse.Namespace) -> None:

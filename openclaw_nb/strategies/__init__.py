@@ -8,6 +8,7 @@ from openclaw_nb.core.errors import unknown_name
 from openclaw_nb.strategies.data_parallel import DataParallelStrategy
 from openclaw_nb.strategies.model_parallel import ModelParallelStrategy
 from openclaw_nb.strategies.pipeline import PipelineStrategy
+from openclaw_nb.strategies.sharded import ShardedDataParallelStrategy
 
 __all__ = [
     "ALIASES",
@@ -15,11 +16,13 @@ __all__ = [
     "DataParallelStrategy",
     "ModelParallelStrategy",
     "PipelineStrategy",
+    "ShardedDataParallelStrategy",
     "canonical_strategy",
 ]
 
 STRATEGIES: dict[str, Any] = {
     "data_parallel": DataParallelStrategy,
+    "sharded": ShardedDataParallelStrategy,
     "model_parallel": ModelParallelStrategy,
     "pipeline": PipelineStrategy,
 }

@@ -332,6 +332,11 @@ class ReleasableGroup(_ProcessGroup):  # type: ignore[misc]
         """Return a name of our own: torch looks for its backends' C++ classes behind theirs."""
         return "openclaw"
 
+    @property
+    def group_name(self) -> str:
+        """The name by which torch finds the group, as sharded tensors do. Its own getter asks a backend."""
+        return str(c10d._world.pg_names.get(self, self.label))
+
     def allreduce(self, tensors: Any, opts: Any = None) -> PendingWork:
         """Reduce tensors over all ranks, in place."""
         tensors = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
@@ -373,6 +378,25 @@ class ReleasableGroup(_ProcessGroup):  # type: ignore[misc]
         return self._call("_allgather_base", (output, source, opts), [output], text)
 
     _allgather_base = all_gather_single
+
+    def all_gather_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> PendingWork:
+        """Gather several tensors, each into one; torch's functional collectives come here with a single one too."""
+        works = [self.all_gather_single(*pair, opts) for pair in zip(outputs, inputs, strict=True)]
+        for work in works[:-1]:
+            work.wait()
+        return works[-1]
+
+    allgather_into_tensor_coalesced = all_gather_single_coalesced
+
+    def reduce_scatter_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> PendingWork:
+        """Reduce several tensors, and give each rank its part of each; see `all_gather_single_coalesced`."""
+        opts = opts if opts is not None else c10d.ReduceScatterOptions()
+        works = [self.reduce_scatter_single(*pair, opts) for pair in zip(outputs, inputs, strict=True)]
+        for work in works[:-1]:
+            work.wait()
+        return works[-1]
+
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
 
     def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any) -> PendingWork:
         """Reduce, then give each rank its part."""

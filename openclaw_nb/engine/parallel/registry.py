@@ -12,6 +12,7 @@ from openclaw_nb.engine.group.ranks import Ranks
 from openclaw_nb.engine.group.service import GroupService
 from openclaw_nb.engine.parallel.base import CellContext, Strategy
 from openclaw_nb.engine.parallel.data import DataParallel
+from openclaw_nb.engine.parallel.sharded import ShardedDataParallel
 from openclaw_nb.engine.parallel.stages import ModelParallel, Pipeline
 from openclaw_nb.engine.reentry.gate import Gate
 from openclaw_nb.engine.reentry.loops import Loops
@@ -23,6 +24,7 @@ STRATEGIES: dict[str, type[Strategy]] = {
     "data_parallel": DataParallel,
     "model_parallel": ModelParallel,
     "pipeline": Pipeline,
+    "sharded": ShardedDataParallel,
 }
 
 

@@ -101,7 +101,7 @@ class StepRecorder:
             self.coarsest = max(self.coarsest, output.dtype, key=_unit)
 
     def _note_gradients(self, root: Tensor) -> None:
-        found = {name: p.grad for name, p in _parameters(self._models) if p.grad is not None}
+        found = {name: _whole(p.grad) for name, p in _parameters(self._models) if p.grad is not None}
         if found and root.numel() == 1:
             # Read on all ranks, also where it is not kept: those that have a gradient give it to the others.
             read = {name: _copy(gradient) for name, gradient in found.items()}
@@ -120,7 +120,7 @@ class StepRecorder:
         found: dict[str, Tensor] = dict(_parameters(self._models))
         for prefix, model in _prefixed(self._models):
             found |= {prefix + n: b for n, b in model.named_buffers() if b.is_floating_point()}
-        state = {name: _copy(tensor) for name, tensor in found.items()}
+        state = {name: _copy(_whole(tensor)) for name, tensor in found.items()}
         step.state = state if self._values else {}
         step.digest = _digest(state)
         step.random = positions()
@@ -146,6 +146,12 @@ def positions() -> dict[str, bytes]:
 
 def _unit(dtype: torch.dtype) -> float:
     return torch.finfo(dtype).eps
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    """Return a sharded tensor whole, for which every rank is needed, and any other as it is."""
+    gather = getattr(tensor, "full_tensor", None)
+    return tensor if gather is None else gather()
 
 
 def _copy(tensor: Tensor) -> Tensor:
