@@ -201,7 +201,7 @@ for epoch in range(8):
 REFUSED = {
     "gradients added up by the cell": "use --accumulate instead",
     "a pass cut short": "the loop was left before the batch could be repeated",
-    "iter and next": "the loop was left before the batch could be repeated",
+    "iter and next": "the loop was left before",
 }
 
 

@@ -205,6 +205,16 @@ def test_a_loop_that_is_left_in_a_void_batch_is_refused(pair: Lab) -> None:
     assert "the loop was left before the batch could be repeated" in result.failures[0].message
 
 
+def test_a_loop_that_counts_batches_by_itself_is_refused(pair: Lab) -> None:
+    """The batch that comes again is one of those that it counts, so that the last one is never drawn."""
+    loop = LOOP.replace(
+        "for x, y in loader:", "batches = iter(loader)\n    for k in range(len(loader)):"
+    ).replace('strike("head", len(losses))', 'x, y = next(batches); strike("head", len(losses))')
+    result = train(pair, 2, "forward", {7: 1}, SCHEDULED, loop)
+    assert result.failures[0].error_type == "RefusedError"
+    assert "the loop was left before the loader had given all" in result.failures[0].message
+
+
 @pytest.mark.parametrize("count", [-1, 1.5, True, "3"])
 def test_bad_counts_are_refused(pair: Lab, count: Any) -> None:
     with pytest.raises(UsageError, match="whole number"):

@@ -277,6 +277,8 @@ class DataParallel(Strategy):
     def finish(self) -> None:
         """Let the engine conclude, and write the last checkpoint."""
         if self._engine is not None:
+            if self.context.loops.have_repeated:
+                self._engine.leave_loop(repeated=True)
             self._engine.finish()
         if self._checkpointer is not None:  # last: no rank waits for another's files
             self._checkpointer.finish(bookmark.ENDED)

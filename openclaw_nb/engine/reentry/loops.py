@@ -46,6 +46,11 @@ class Pass:
     is_over: bool = False
     drawn_from: bytes = b""
 
+    @property
+    def has_repeated(self) -> bool:
+        """Whether its iterator has given a batch more than once."""
+        return self.given > self.taken
+
 
 @dataclass(frozen=True)
 class LoopPlace:
@@ -263,6 +268,11 @@ class Loops:
     def drawing(self) -> int | None:
         """The number of the loop whose head draws its next item now; None when none does."""
         return self._inside[-1] if self._inside else None
+
+    @property
+    def have_repeated(self) -> bool:
+        """Whether a pass that is open has given a batch more than once."""
+        return any(each.has_repeated for each in self._open)
 
     @property
     def are_running(self) -> bool:

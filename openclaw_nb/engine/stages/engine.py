@@ -178,7 +178,7 @@ class StageEngine:
     def rest(self) -> None:
         """Take note that all batches so far are trained."""
 
-    def leave_loop(self) -> None:
+    def leave_loop(self, *, repeated: bool) -> None:
         """Take note that a loop over a loader was left early."""
 
     # ----------------------------------------------------------------------------------- the call

@@ -100,6 +100,13 @@ class _Weigh(torch.autograd.Function):
         return (gradient if weight == 1.0 else gradient * weight), None
 
 
+_LEFT_EARLY = (
+    "A worker died during a batch, which the loader then gave once more; the loop was left before the loader had given "
+    "all. If it counts batches by itself (range, islice in a function, a counter), one of them is not trained. Iterate "
+    "the loader to its end, or in a loop of the cell itself, and run the training again."
+)
+
+
 class StepEngine:
     """Makes the steps of one cell.
 
@@ -158,7 +165,8 @@ class StepEngine:
         self._continuity = continuity or Continuity(ranks)
         self.shares = Shares(ranks, publisher.pace)
         self._head: _Head | None = None
-        self.is_void = self._is_taken_over = self._was_left = False
+        self.is_void = self._is_taken_over = False
+        self._why_left = ""
         self.num_groups = self._num_steps_of_batch = 0
         self.wishes = (False, False)
         self._is_accumulating = self._has_unused = False
@@ -327,13 +335,16 @@ class StepEngine:
                 buffer.copy_(before)
             state.put_settings(self._objects, self._head.settings)
 
-    def leave_loop(self) -> None:
-        """Take note that a loop over a loader was left early."""
-        self._was_left |= self.is_void
+    def leave_loop(self, *, repeated: bool) -> None:
+        """Take note that a loop over a loader was left early, and whether it has given a batch twice."""
+        if self.is_void:
+            self._why_left = self._why_left or _LEFT_IN_VOID
+        elif repeated:
+            self._why_left = self._why_left or _LEFT_EARLY
 
     def _check_left(self) -> None:
-        if self._was_left:
-            raise RefusedError(_LEFT_IN_VOID)
+        if self._why_left:
+            raise RefusedError(self._why_left)
 
     def agree(self, make: Callable[[], Any]) -> Any:
         """Return what an operation of all ranks returns; see `Continuity.agree`."""

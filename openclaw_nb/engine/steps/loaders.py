@@ -157,8 +157,8 @@ class Steps(Protocol):
     def rest(self) -> None:
         """Take note that all batches so far are trained, and that the next one is not drawn yet."""
 
-    def leave_loop(self) -> None:
-        """Take note that a loop over a loader was left early."""
+    def leave_loop(self, *, repeated: bool) -> None:
+        """Take note that a loop over a loader was left early, and whether it has given a batch twice."""
 
     def agree(self, make: Callable[[], Any]) -> Any:
         """Return what an operation of all ranks returns."""
@@ -317,7 +317,7 @@ class LoaderSplitter:
                 yield batch
             except GeneratorExit:
                 if not one.is_over:  # else another takes its place
-                    self._steps.leave_loop()
+                    self._steps.leave_loop(repeated=one.has_repeated)
                 raise
             if self._steps.is_settled:
                 batches.settle()

@@ -27,7 +27,10 @@ def test_the_cells_line_and_the_class_say_the_same() -> None:
             "-s sharded --checkpoint runs",
             "--checkpoint is no option of sharded, but of data_parallel: no worker has the whole state",
         ),
-        ("-s sharded --mode parameter", "--mode is no option of sharded, but of data_parallel: workers cannot make steps"),
+        (
+            "-s sharded --mode parameter",
+            "--mode is no option of sharded, but of data_parallel: workers cannot make steps",
+        ),
         ("-s sharded --fusion-buffer-size 1MB", "gradients are reduced layer by layer"),
         ("-s data --shard-layers body", "--shard-layers is no option of data_parallel, but of sharded"),
         (
