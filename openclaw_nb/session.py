@@ -26,10 +26,17 @@ from openclaw_nb.core.host import available_memory_bytes
 from openclaw_nb.core.text import is_set
 from openclaw_nb.monitor.store import Monitor
 from openclaw_nb.protocol.messages import StrategySpec
-from openclaw_nb.strategies import STRATEGIES, DataParallelStrategy, canonical_strategy
+from openclaw_nb.strategies import (
+    STRATEGIES,
+    DataParallelStrategy,
+    HybridParallelStrategy,
+    TensorParallelStrategy,
+    canonical_strategy,
+)
 
 Progress = Callable[[int, int, str], None]
-Strategy = str | DataParallelStrategy | StrategySpec
+Described = DataParallelStrategy | HybridParallelStrategy | TensorParallelStrategy
+Strategy = str | Described | StrategySpec
 
 
 class Session:
@@ -311,8 +318,9 @@ class OpenClawCluster:
             The ranks that run it; all by default.
         """
         if isinstance(strategy, str):
-            strategy = STRATEGIES[canonical_strategy(strategy)]()
-        if isinstance(strategy, DataParallelStrategy):
+            described: Described = STRATEGIES[canonical_strategy(strategy)]()
+            strategy = described
+        if isinstance(strategy, Described):
             targets = self._ranks_on(strategy.devices) if targets is None else targets
             strategy = strategy.spec()
         return self.master.run_cell(source, strategy=strategy, targets=targets)

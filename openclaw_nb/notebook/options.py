@@ -21,6 +21,7 @@ from openclaw_nb.plan.chaos import FAULTS
 from openclaw_nb.protocol.messages import StrategySpec
 from openclaw_nb.strategies import STRATEGIES, canonical_strategy
 from openclaw_nb.strategies.data_parallel import MODES
+from openclaw_nb.strategies.tensor_parallel import parse_plan
 
 
 @dataclass(frozen=True)
@@ -442,7 +443,7 @@ CELL = Command(
     (
         Argument(
             ("-s", "--strategy"),
-            "run the cell's single-device training loop in parallel: data_parallel",
+            "run the cell's single-device training loop in parallel: data_parallel, tensor_parallel, hybrid_parallel",
             "strategy",
             {"metavar": "NAME"},
         ),
@@ -492,6 +493,26 @@ CELL = Command(
             "",
             _FLAG,
         ),
+        Argument(
+            ("--tp",),
+            "share each large layer out among N workers (tensor_parallel: all that take part; hybrid_parallel: 1)",
+            settings={"type": _count, "metavar": "N"},
+        ),
+        Argument(
+            ("--dp",),
+            "share each batch out among N groups of workers (hybrid_parallel: 1)",
+            settings={"type": _count, "metavar": "N"},
+        ),
+        Argument(
+            ("--pp",),
+            "cut the model into N stages (hybrid_parallel: 1, the only one so far)",
+            settings={"type": _count, "metavar": "N"},
+        ),
+        Argument(
+            ("--tp-plan",),
+            "which layers are shared out and how, such as net.0=column,net.2=row; found when not given",
+            settings={"metavar": "PLAN"},
+        ),
         Argument(("--model",), "the model; found by its type when not given", "worker variable", _NAME),
         Argument(("--optimizer",), "the optimizer", "worker variable", _NAME),
         Argument(("--loader",), "the loader", "worker variable", _NAME),
@@ -526,7 +547,16 @@ _OPTIONS = {
     "data_parallel": (
         *("sync_frequency", "mode", "accumulate", "fusion_buffer_size"),
         *("checkpoint", "checkpoint_every", "keep", "resume"),
-    )
+    ),
+    "hybrid_parallel": ("sync_frequency", "accumulate", "dp", "pp", "tp", "tp_plan"),
+    "tensor_parallel": ("sync_frequency", "accumulate", "tp", "tp_plan"),
+}
+# Those that are called otherwise in the descriptions of strategies.
+_LONG_NAMES = {
+    "dp": "data_parallel_degree",
+    "pp": "pipeline_degree",
+    "tp": "tensor_parallel_degree",
+    "tp_plan": "plan",
 }
 
 
@@ -565,7 +595,10 @@ def parse_cell(words: Sequence[str]) -> CellOptions:
         _check_identifier(role, getattr(given, role))
     if given.checkpoint is None and (given.checkpoint_every or given.keep or given.resume):
         raise UsageError("--checkpoint-every, --keep and --resume need --checkpoint DIR.")
-    options = {option: getattr(given, option) for option in _OPTIONS[name]}
+    _refuse_other_options(given, name)
+    options = {_LONG_NAMES.get(option, option): getattr(given, option) for option in _OPTIONS[name]}
+    if options.get("plan"):
+        options["plan"] = parse_plan(options["plan"])
     strategy = STRATEGIES[name](
         **{option: value for option, value in options.items() if value is not None},
         memory_pinning=not given.no_memory_pinning,
@@ -579,6 +612,17 @@ def parse_cell(words: Sequence[str]) -> CellOptions:
         sync_batchnorm=not given.no_sync_batchnorm,
     )
     return CellOptions(spec, given.targets, given.verify or 0, given.background)
+
+
+def _refuse_other_options(given: argparse.Namespace, name: str) -> None:
+    """Refuse options that only other strategies take."""
+    of_some = {option for options in _OPTIONS.values() for option in options}
+    for option in sorted(of_some - set(_OPTIONS[name])):
+        if getattr(given, option) not in (None, False):
+            takers = [other for other, options in _OPTIONS.items() if option in options]
+            raise UsageError(
+                f"{name} does not take --{option.replace('_', '-')}: it is for {' and '.join(takers)}."
+            )
 
 
 def _refuse_without_strategy(given: argparse.Namespace) -> None:

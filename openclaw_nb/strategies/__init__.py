@@ -2,13 +2,28 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from openclaw_nb.core.errors import unknown_name
 from openclaw_nb.strategies.data_parallel import DataParallelStrategy
+from openclaw_nb.strategies.hybrid_parallel import HybridParallelStrategy
+from openclaw_nb.strategies.tensor_parallel import TensorParallelStrategy
 
-__all__ = ["ALIASES", "STRATEGIES", "DataParallelStrategy", "canonical_strategy"]
+__all__ = [
+    "ALIASES",
+    "STRATEGIES",
+    "DataParallelStrategy",
+    "HybridParallelStrategy",
+    "TensorParallelStrategy",
+    "canonical_strategy",
+]
 
-STRATEGIES = {"data_parallel": DataParallelStrategy}
-ALIASES = {"data": "data_parallel"}
+STRATEGIES: dict[str, Any] = {
+    "data_parallel": DataParallelStrategy,
+    "hybrid_parallel": HybridParallelStrategy,
+    "tensor_parallel": TensorParallelStrategy,
+}
+ALIASES = {"data": "data_parallel", "hybrid": "hybrid_parallel", "tensor": "tensor_parallel"}
 
 
 def canonical_strategy(name: str) -> str:

@@ -101,7 +101,7 @@ class StepRecorder:
             self.coarsest = max(self.coarsest, output.dtype, key=_unit)
 
     def _note_gradients(self, root: Tensor) -> None:
-        found = {name: p.grad for name, p in _parameters(self._models) if p.grad is not None}
+        found = {name: _gradient(p) for name, p in _parameters(self._models) if p.grad is not None}
         if found and root.numel() == 1:
             kept = {name: _copy(gradient) for name, gradient in found.items()} if self._values else {}
             self._last = float(root.detach()), kept
@@ -147,7 +147,17 @@ def _unit(dtype: torch.dtype) -> float:
     return torch.finfo(dtype).eps
 
 
+def _gradient(parameter: nn.Parameter) -> Any:
+    """Return a gradient; where each rank has a part of it, all of them join it."""
+    join = getattr(parameter, "full_gradient", None)
+    return parameter.grad if join is None else join()
+
+
 def _copy(tensor: Tensor) -> Tensor:
+    """Copy a tensor; one of which each rank has a part is joined, by all of them."""
+    join = getattr(tensor, "full_tensor", None)
+    if join is not None:
+        tensor = join()
     return tensor.detach().to("cpu", copy=True)
 
 
