@@ -305,3 +305,26 @@ def test_a_killed_worker_releases_the_others(pair: Lab) -> None:
     expected = single_device(SETUP, one_step)
     close(pair.pull("state"), expected["state"])
     close(dict(enumerate(pair.pull("momenta"))), dict(enumerate(expected["momenta"])))
+
+
+def test_a_rank_that_raises_alone_ends_the_cell(pair: Lab) -> None:
+    """The other waits for it in a layer and is released; the parts are joined in the next group."""
+    pair.good(SETUP, targets=[0, 1])
+    wrong = LOOP + "        if rank == 1 and len(losses) == 4: raise ValueError('alone')\n"
+    result = pair.run(wrong, targets=[0, 1], strategy=spec("tensor_parallel"))
+    assert result.first == 1
+    assert result.failures[1].message == "alone"
+    pair.good(STATE, targets=[0, 1])
+    expected = single_device(SETUP, LOOP + "        if len(losses) == 4: break\n    break\n" + STATE)
+    for rank in (0, 1):
+        close(pair.pull("state", rank), expected["state"])
+
+
+def test_all_ranks_raise_and_what_was_trained_is_there(lab: Lab) -> None:
+    lab.good(SETUP, targets=[0, 1])
+    wrong = LOOP + "        if len(losses) == 4: raise ValueError('all')\n"
+    result = lab.run(wrong, targets=[0, 1], strategy=spec("tensor_parallel"))
+    assert {failure.message for failure in result.failures.values()} == {"all"}
+    lab.good(STATE, targets=[0, 1])
+    expected = single_device(SETUP, LOOP + "        if len(losses) == 4: break\n    break\n" + STATE)
+    close(lab.pull("state", 1), expected["state"])

@@ -136,7 +136,7 @@ class GroupService:
             return
         try:
             left.finish(Ranks(*self.divide((tuple(holders),), left.name)))
-        except ReleasedError:
+        except GroupError:
             self.unfinished = left
             raise
 

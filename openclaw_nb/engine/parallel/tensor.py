@@ -8,8 +8,8 @@
     finish, exit         the parts are joined: the same parameters, whole, trained
 
 With a data axis (`hybrid`) batches are sliced and gradients are averaged along it, each rank's parts by themselves.
-When the group is gone at the end, the parts are joined in the next one, if all ranks are there; else the objects are
-what they were when they were shared out.
+After an error the parts are joined in the next group, which follows at once, if all ranks are there; else the objects
+are what they were when they were shared out. So a rank that raises waits for nobody, and its error is told first.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from openclaw_nb.core.errors import OpenClawError, RefusedError, UsageError
@@ -36,8 +36,9 @@ from openclaw_nb.engine.steps.loaders import LoaderSplitter
 from openclaw_nb.engine.tensor.axis import TensorAxis
 from openclaw_nb.engine.tensor.compare import check_same
 from openclaw_nb.engine.tensor.find import Plan, find_plan, try_out
+from openclaw_nb.engine.tensor.functions import join_for_functions
 from openclaw_nb.engine.tensor.shards import Shards, check_optimizer
-from openclaw_nb.engine.tensor.split import Split, SplitParameter
+from openclaw_nb.engine.tensor.split import joined
 from openclaw_nb.plan.parallelism import Degrees, check_fits
 
 _MOST_SHOWN = 6
@@ -141,6 +142,7 @@ class TensorParallel(Strategy):
             self._hook(model.register_forward_pre_hook(self._before_call, with_kwargs=True))
             self._hook(model.register_forward_hook(self._after_call, with_kwargs=True))
             self._join_before_batchnorms(model)
+        self._undo.append(join_for_functions())
         self._wrap_backward(is_open=False)
         options = StepOptions(
             split=spec.split, reduction=spec.reduction, batches_per_step=_batches(spec.options)
@@ -216,7 +218,7 @@ class TensorParallel(Strategy):
 
     def _join_before_batchnorms(self, model: nn.Module) -> None:
         def join(_: nn.Module, args: Any) -> Any:
-            return map_tensors(_whole, args)
+            return map_tensors(joined, args)
 
         for module in model.modules():
             if isinstance(module, nn.modules.batchnorm._BatchNorm):
@@ -254,7 +256,7 @@ class TensorParallel(Strategy):
         own, every = shards.num_bytes
         try:
             with _as_before(model):
-                output = map_tensors(_whole, model.forward(*args, **kwargs))
+                output = map_tensors(joined, model.forward(*args, **kwargs))
         finally:
             shards.put_back()
             self._axis.forget()
@@ -294,7 +296,7 @@ class TensorParallel(Strategy):
         return plan
 
     def _after_call(self, model: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
-        output = map_tensors(_whole, output)
+        output = map_tensors(joined, output)
         self._axis.forget()
         return output
 
@@ -318,30 +320,29 @@ class TensorParallel(Strategy):
             self.context.notes.append(f"the cell was ended between two ranks' steps: the parts are {told}")
 
     def exit(self) -> None:
-        """Leave the objects plain; after an error the parts are joined if the ranks still can."""
+        """Leave the objects plain; after an error the parts are joined later."""
         while self._undo:
             self._undo.pop()()
+        if self.context.publisher.is_trial:
+            self._join(self._last)  # a trial is ended by an error of its own, on all ranks
         if self._shards is not None and not self._shards.is_empty:
-            self._join_or_leave(self._shards)
+            self._leave(self._shards)
         if self._engine is not None:
             self.context.notes.extend(self._engine.notes)
             self._engine.close()
 
-    def _join_or_leave(self, shards: Shards) -> None:
-        try:
-            self._join(self._last)
-        except (OpenClawError, RuntimeError):
-            parts = shards.set_aside()
-            name = f"parts of epoch {self._last.group.label}"
+    def _leave(self, shards: Shards) -> None:
+        parts = shards.set_aside()
 
-            def finish(ranks: Ranks) -> None:
-                parts.put(TensorAxis(ranks))
+        def finish(ranks: Ranks) -> None:
+            parts.put(TensorAxis(ranks))
 
-            self.context.leave_unfinished(Unfinished(name, self._last.rank, self._last.size, finish))
-            self.context.notes.append(
-                "the ranks were parted before their parts of the model could be joined: they are joined when the "
-                "group is formed again. If a worker died, model and optimizer are what they were when the cell began"
-            )
+        what = Unfinished(self._last.group.label, self._last.rank, self._last.size, finish)
+        self.context.leave_unfinished(what)
+        self.context.notes.append(
+            "the parts of the model are joined before the next cell; if a worker died, model and optimizer are what "
+            "they were after the first step of this cell"
+        )
 
 
 def _check(objects: Objects) -> None:
@@ -377,10 +378,6 @@ def _as_before(model: nn.Module) -> Iterator[None]:
             for buffer, before in buffers:
                 if not torch.equal(buffer, before):
                     buffer.copy_(before)
-
-
-def _whole(tensor: Tensor) -> Tensor:
-    return tensor.full_tensor() if isinstance(tensor, Split | SplitParameter) else tensor
 
 
 def _described(plan: Plan) -> str:

@@ -126,10 +126,10 @@ def _spread(
             bounds = tuple((low // blocks, high // blocks) for low, high in layout.bounds)
             layout = replace(layout, bounds=bounds)
     edges = [edge * inner for bounds in layout.bounds for edge in bounds]
-    if any(edge % rest for edge in edges) or (layout.scale * rest) % inner:
+    if any(edge % rest for edge in edges):
         return None
     bounds = tuple((low * inner // rest, high * inner // rest) for low, high in layout.bounds)
-    return Layout(place, bounds, 1, layout.scale * rest // inner)
+    return Layout(place, bounds, 1, max(1, layout.scale * rest // inner))
 
 
 def _factor_groups(old: Shape, new: Shape) -> Iterator[tuple[range, range]]:

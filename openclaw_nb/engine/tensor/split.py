@@ -88,8 +88,6 @@ class Split(Tensor):
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         name = getattr(func, "__name__", str(func)).partition(".")[0]
-        if name == "detach":  # of the wrapper itself, as subclasses do when they are made
-            return args[0]
         raise RefusedError(
             f"{name} was given a tensor that is shared out over the ranks, past torch's functions (a custom "
             "autograd.Function or extension?). Leave the layer before it out of the plan, so that its output is whole."
@@ -192,6 +190,11 @@ def whole(value: Any) -> Any:
         note_joined(value)
         return value._axis.gather(value._part, value._layout)
     return value
+
+
+def joined(tensor: Tensor) -> Tensor:
+    """Return the whole of any tensor, where torch's functions may be on."""
+    return tensor.full_tensor() if isinstance(tensor, Split | SplitParameter) else tensor
 
 
 def note_joined(split: Split) -> None:
