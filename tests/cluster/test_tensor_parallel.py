@@ -328,3 +328,35 @@ def test_all_ranks_raise_and_what_was_trained_is_there(lab: Lab) -> None:
     lab.good(STATE, targets=[0, 1])
     expected = single_device(SETUP, LOOP + "        if len(losses) == 4: break\n    break\n" + STATE)
     close(lab.pull("state", 1), expected["state"])
+
+
+@pytest.mark.parametrize(
+    ("strategy", "num_workers", "change", "single"),
+    [
+        (
+            spec("hybrid_parallel", data_parallel_degree=2, tensor_parallel_degree=2, accumulate=2),
+            4,
+            ("", ""),
+            ("batch_size=32", "batch_size=64"),
+        ),
+        (
+            StrategySpec(
+                name="hybrid_parallel",
+                options={"data_parallel_degree": 2, "tensor_parallel_degree": 2},
+                split="model",
+            ),
+            4,
+            ("loss_fn(model(x), y)", "F.cross_entropy(model(x), torch.where(y == 0, -100, y))"),
+            ("", ""),
+        ),
+        (spec("tensor_parallel", plan={"0": "column"}), 2, ("", ""), ("", "")),
+    ],
+    ids=["two batches a step", "a loss of the whole batch", "a plan that was given"],
+)
+def test_with_the_step_engines_options(
+    lab: Lab, strategy: StrategySpec, num_workers: int, change: tuple[str, str], single: tuple[str, str]
+) -> None:
+    loop = LOOP.replace(*change) + STATE
+    lab.good(SETUP, targets=range(num_workers))
+    lab.good(loop, targets=range(num_workers), strategy=strategy)
+    close(lab.pull("state", num_workers - 1), single_device(SETUP.replace(*single), loop)["state"])

@@ -273,7 +273,7 @@ class TensorParallel(Strategy):
         assert self._engine is not None
         stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
         ready = [model for model in self._waiting if any(id(p) in stepped for p in model.parameters())]
-        if not ready:
+        if not ready or not self._engine.is_settled:  # between boundaries nothing was stepped
             return
         for model in ready:
             self._waiting.remove(model)
