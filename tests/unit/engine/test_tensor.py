@@ -233,7 +233,7 @@ SHARED["encoder, sequence first"] = SHARED["encoder"]
 
 
 # Three ranks have parts of different sizes, of features and of heads.
-UNEVEN = ["mlp", "attention, one projection", "encoder", "tied"]
+UNEVEN = ["attention, one projection", "tied"]
 
 
 @pytest.mark.parametrize(("name", "num_ranks"), [*((n, 2) for n in MODELS), *((n, 3) for n in UNEVEN)])
