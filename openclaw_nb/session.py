@@ -29,13 +29,24 @@ from openclaw_nb.protocol.messages import StrategySpec
 from openclaw_nb.strategies import (
     STRATEGIES,
     DataParallelStrategy,
+    HybridParallelStrategy,
     ModelParallelStrategy,
     PipelineStrategy,
+    ShardedDataParallelStrategy,
+    TensorParallelStrategy,
     canonical_strategy,
 )
 
 Progress = Callable[[int, int, str], None]
-Strategy = str | DataParallelStrategy | ModelParallelStrategy | PipelineStrategy | StrategySpec
+Described = (
+    DataParallelStrategy
+    | ShardedDataParallelStrategy
+    | TensorParallelStrategy
+    | ModelParallelStrategy
+    | PipelineStrategy
+    | HybridParallelStrategy
+)
+Strategy = str | Described | StrategySpec
 
 
 class Session:
@@ -316,13 +327,11 @@ class OpenClawCluster:
         targets : sequence of int, optional
             The ranks that run it; all by default.
         """
-        if isinstance(strategy, str):
-            strategy = STRATEGIES[canonical_strategy(strategy)]()
-        if strategy is None or isinstance(strategy, StrategySpec):
-            return self.master.run_cell(source, strategy=strategy, targets=targets)
-        asked: Any = strategy
-        targets = self._ranks_on(asked.devices) if targets is None else targets
-        return self.master.run_cell(source, strategy=asked.spec(), targets=targets)
+        described = STRATEGIES[canonical_strategy(strategy)]() if isinstance(strategy, str) else strategy
+        if described is None or isinstance(described, StrategySpec):
+            return self.master.run_cell(source, strategy=described, targets=targets)
+        targets = self._ranks_on(described.devices) if targets is None else targets
+        return self.master.run_cell(source, strategy=described.spec(), targets=targets)
 
     def _ranks_on(self, devices: Sequence[str] | None) -> list[int] | None:
         if devices is None:

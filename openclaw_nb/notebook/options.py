@@ -522,6 +522,26 @@ CELL = Command(
             "",
             _FLAG,
         ),
+        Argument(
+            ("--tp",),
+            "share each large layer out among N workers (tensor_parallel: all that take part; hybrid_parallel: 1)",
+            settings={"type": _count, "metavar": "N"},
+        ),
+        Argument(
+            ("--dp",),
+            "share each batch out among N groups of workers (hybrid_parallel: 1)",
+            settings={"type": _count, "metavar": "N"},
+        ),
+        Argument(
+            ("--pp",),
+            "cut the model into N stages (hybrid_parallel: 1, the only one so far)",
+            settings={"type": _count, "metavar": "N"},
+        ),
+        Argument(
+            ("--tp-plan",),
+            "which layers are shared out and how, such as net.0=column,net.2=row; found when not given",
+            settings={"metavar": "PLAN"},
+        ),
         Argument(("--model",), "the model; found by its type when not given", "worker variable", _NAME),
         Argument(("--optimizer",), "the optimizer", "worker variable", _NAME),
         Argument(("--loader",), "the loader", "worker variable", _NAME),
@@ -553,7 +573,6 @@ CELL = Command(
 _OF_ANY_CELL = ("--targets", "--background")
 
 
-# The options of the cell's line that each strategy takes.
 @dataclass(frozen=True)
 class CellOptions:
     """What the first line of a cell asks for.

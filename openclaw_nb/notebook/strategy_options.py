@@ -11,6 +11,7 @@ from typing import Any
 
 from openclaw_nb.core.errors import UsageError
 from openclaw_nb.strategies import STRATEGIES
+from openclaw_nb.strategies.tensor_parallel import parse_plan
 
 # What is said of batches, losses and BatchNorm where each rank has a part of each batch.
 _BATCHES = (
@@ -26,6 +27,8 @@ _TAKES: Mapping[str, tuple[str, ...]] = {
         *("checkpoint", "checkpoint_every", "keep", "resume"),
     ),
     "sharded": (*_BATCHES, "shard_layers", "no_reshard_after_forward"),
+    "tensor_parallel": (*_BATCHES, "tp", "tp_plan"),
+    "hybrid_parallel": (*_BATCHES, "dp", "pp", "tp", "tp_plan"),
     "model_parallel": ("stages",),
     "pipeline": ("stages", "microbatches", "schedule"),
 }
@@ -103,4 +106,8 @@ _READ: Mapping[str, Callable[[Any], dict[str, Any]]] = {
     "no_memory_pinning": lambda _: {"memory_pinning": False},
     "no_reshard_after_forward": lambda _: {"reshard_after_forward": False},
     "stages": _read_stages,
+    "dp": lambda degree: {"data_parallel_degree": degree},
+    "pp": lambda degree: {"pipeline_degree": degree},
+    "tp": lambda degree: {"tensor_parallel_degree": degree},
+    "tp_plan": lambda text: {"plan": parse_plan(text)},
 }

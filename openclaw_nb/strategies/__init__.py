@@ -6,27 +6,38 @@ from typing import Any
 
 from openclaw_nb.core.errors import unknown_name
 from openclaw_nb.strategies.data_parallel import DataParallelStrategy
+from openclaw_nb.strategies.hybrid_parallel import HybridParallelStrategy
 from openclaw_nb.strategies.model_parallel import ModelParallelStrategy
 from openclaw_nb.strategies.pipeline import PipelineStrategy
 from openclaw_nb.strategies.sharded import ShardedDataParallelStrategy
+from openclaw_nb.strategies.tensor_parallel import TensorParallelStrategy
 
 __all__ = [
     "ALIASES",
     "STRATEGIES",
     "DataParallelStrategy",
+    "HybridParallelStrategy",
     "ModelParallelStrategy",
     "PipelineStrategy",
     "ShardedDataParallelStrategy",
+    "TensorParallelStrategy",
     "canonical_strategy",
 ]
 
 STRATEGIES: dict[str, Any] = {
     "data_parallel": DataParallelStrategy,
     "sharded": ShardedDataParallelStrategy,
+    "tensor_parallel": TensorParallelStrategy,
     "model_parallel": ModelParallelStrategy,
     "pipeline": PipelineStrategy,
+    "hybrid_parallel": HybridParallelStrategy,
 }
-ALIASES = {"data": "data_parallel", "model": "model_parallel"}
+ALIASES = {
+    "data": "data_parallel",
+    "hybrid": "hybrid_parallel",
+    "model": "model_parallel",
+    "tensor": "tensor_parallel",
+}
 
 
 def canonical_strategy(name: str) -> str:

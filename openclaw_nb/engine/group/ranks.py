@@ -6,18 +6,22 @@ Every call here is made by all ranks in the same order. Knows tensors and bytes,
 from __future__ import annotations
 
 import pickle
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch.distributed import distributed_c10d as dist
 
+from openclaw_nb.core.errors import GroupError
 from openclaw_nb.engine.group.collectives import ReleasableGroup, signature
 from openclaw_nb.engine.group.sums import BackendSum, Layout, Shortcut, Sum, make_sums
 
+Divide = Callable[[tuple[tuple[int, ...], ...], str], tuple[ReleasableGroup, Shortcut | None]]
+"""Makes the group of this rank's part of the ranks."""
+
 
 class Ranks:
-    """The ranks of a strategy cell.
+    """The ranks of a strategy cell, or of a part of them.
 
     Parameters
     ----------
@@ -25,10 +29,41 @@ class Ranks:
         The step engine's own group.
     shortcut : Shortcut, optional
         Shared memory or MPI, if the ranks have it.
+    divide : callable, optional
+        Makes groups of parts of the ranks.
     """
 
-    def __init__(self, group: ReleasableGroup, shortcut: Shortcut | None = None) -> None:
+    def __init__(
+        self, group: ReleasableGroup, shortcut: Shortcut | None = None, divide: Divide | None = None
+    ) -> None:
+        self._divide = divide
         self.bind(group, shortcut)
+
+    def split(self, parts: Sequence[Sequence[int]], purpose: str) -> Ranks:
+        """Return the part of the ranks that this rank is in, as ranks of their own, numbered by their order in it.
+
+        Every rank calls this with the same parts. Waits of a part end as those of the whole do, with it. A part that is
+        all ranks has a group of its own, too, so that its calls are not taken for others.
+
+        Parameters
+        ----------
+        parts : sequence of sequence of int
+            Each rank in exactly one of them.
+        purpose : str
+            Shown where waits are shown. The same parts for the same purpose are the same group.
+
+        Raises
+        ------
+        ValueError
+            When a rank is in none, or in several.
+        GroupError
+            When these ranks cannot be parted: they are a part themselves, or stand in no worker's group.
+        """
+        if sorted(rank for part in parts for rank in part) != list(range(self.size)):
+            raise ValueError(f"{parts!r} does not have each of {self.size} ranks once.")
+        if self._divide is None:
+            raise GroupError("These ranks cannot be parted.")
+        return Ranks(*self._divide(tuple(tuple(part) for part in parts), purpose))
 
     def bind(self, group: ReleasableGroup, shortcut: Shortcut | None) -> None:
         """Be the ranks of another group; all that the cell has made of these ranks goes on with it."""
@@ -37,6 +72,11 @@ class Ranks:
         self.short_of_memory = False
         self.rank: int = group.rank()
         self.size: int = group.size()
+
+    @property
+    def shortcut(self) -> Shortcut | None:
+        """Shared memory or MPI, if the ranks have it."""
+        return self._shortcut
 
     def make_sums(self, layouts: Sequence[Layout]) -> Sequence[Sum]:
         """Return what sums a flat tensor over the ranks, again and again, for each layout."""

@@ -1,7 +1,8 @@
 """The process group as a service on a worker: form, leave, release, form again under a new epoch.
 
 Each epoch has its own keys in a store, its own loopback address and two groups over it: the one that the
-cell's ``dist`` calls use (ranks compare their calls), and one for the step engine. Forming waits in
+cell's ``dist`` calls use (ranks compare their calls), and one for the step engine, beside which `divide` makes
+groups of parts of the ranks for strategies that need them. Forming waits in
 Python while a helper thread does the rendezvous, so that it too ends when it is told to.
 
 Each worker offers a `torch.distributed.TCPStore` from its start; an epoch uses the one of its first rank,
@@ -16,7 +17,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -28,10 +29,13 @@ from openclaw_nb.core.errors import GroupError, ReleasedError
 from openclaw_nb.engine.group import gloo, mpi
 from openclaw_nb.engine.group.collectives import ReleasableGroup, Wait
 from openclaw_nb.engine.group.mesh import Mesh, connect
+from openclaw_nb.engine.group.ranks import Ranks
 from openclaw_nb.engine.group.sums import Peers, SharedMemory, Shortcut
+from openclaw_nb.engine.group.unfinished import Unfinished
 from openclaw_nb.protocol.messages import FormGroup
 
 _T = TypeVar("_T")
+Parts = tuple[tuple[int, ...], ...]
 _BACKEND_NAME = "openclaw"
 _GLOO_NAME = "openclaw_gloo"
 # The backend's own limit. A rank that is only slow must not end the others' wait, so it is long: ends of
@@ -67,7 +71,12 @@ class GroupService:
         self.backend = "none"
         self.internal: ReleasableGroup | None = None
         self.shortcut: Shortcut | None = None
-        self._peers: Peers | None = None
+        self._peers: list[Peers] = []
+        self._shortcuts: list[Shortcut] = []
+        self._parts: dict[tuple[Parts, str], tuple[ReleasableGroup, Shortcut | None]] = {}
+        self._meeting: Wait | None = None
+        self.unfinished: Unfinished | None = None
+        self._store: dist.Store | None = None
         self._groups: list[ReleasableGroup] = []
         self._scissors: list[gloo.Scissors] = []
         self._serial = 0
@@ -101,9 +110,10 @@ class GroupService:
             self._serial = 0
             place = dist.PrefixStore("internal", store)
             self.internal = self._create(
-                place, command, "step engine", command.rank, command.world_size, self.backend
+                place, command, "step engine", command.rank, command.world_size, self.backend, compares=False
             )
-            self._take_shortcut(store, command)
+            self._store = store
+            self.shortcut = self._take_shortcut(store, command.rank, command.world_size)
             dist.init_process_group(
                 _BACKEND_NAME,
                 store=dist.PrefixStore("user", store),
@@ -115,6 +125,20 @@ class GroupService:
             self.leave()
             raise
         self.rank, self.world_size = command.rank, command.world_size
+        self._finish_what_is_left(store)
+
+    def _finish_what_is_left(self, store: dist.Store) -> None:
+        """Let the ranks that have left something finish it, if all of them are in this group."""
+        left, self.unfinished = self.unfinished, None
+        words = self._apart(lambda: _tell_all(store, self.rank, self.world_size, left.word() if left else ""))
+        holders = left.holders(words) if left is not None else None
+        if left is None or holders is None:
+            return
+        try:
+            left.finish(Ranks(*self.divide((tuple(holders),), left.name)))
+        except GroupError:
+            self.unfinished = left
+            raise
 
     def leave(self) -> None:
         """Forget the present group; its backends are buried by a thread of their own."""
@@ -123,9 +147,10 @@ class GroupService:
             dist.destroy_process_group()
         # A failed rendezvous leaves the counter that names groups raised on this rank alone.
         c10d._world.group_count = 0
-        self.internal = self.shortcut = self._peers = None
+        self.internal = self.shortcut = self._store = None
         self.rank, self.world_size, self.backend = 0, 1, "none"
         self._groups, self._scissors = [], []
+        self._peers, self._shortcuts, self._parts = [], [], {}
 
     def release(self, cause: str) -> None:
         """End every wait of this epoch's groups, forming included; callable from any thread."""
@@ -133,15 +158,41 @@ class GroupService:
             return
         self._cause = cause
         self._stop.set()
-        groups, scissors, peers = list(self._groups), list(self._scissors), self._peers
+        groups, scissors, shortcuts = list(self._groups), list(self._scissors), list(self._shortcuts)
         for group in groups:
             group.release(cause)
-        if peers is not None:
+        for peers in list(self._peers):
             peers.cut()
         if groups or scissors:
             threading.Thread(
-                target=_bury, args=(groups, scissors, self.shortcut), name="openclaw-undertaker", daemon=True
+                target=_bury, args=(groups, scissors, shortcuts), name="openclaw-undertaker", daemon=True
             ).start()
+
+    def divide(self, parts: Parts, purpose: str) -> tuple[ReleasableGroup, Shortcut | None]:
+        """Return the group of this rank's part of the ranks, and its shortcut; see `Ranks.split`.
+
+        It is released and left with the whole group. The same parts and purpose are the same groups as long as the
+        epoch lasts.
+
+        Raises
+        ------
+        ReleasedError
+            When told to stop while waiting for the other ranks.
+        GroupError
+            When there is no group, or the ranks cannot meet.
+        """
+        if self._store is None or not self.intact:
+            raise GroupError("The worker is in no group. Run %openclaw reset to form one.")
+        key = parts, purpose
+        if key not in self._parts:
+            own = next(part for part in parts if self.rank in part)
+            store = dist.PrefixStore(f"{purpose} {parts} {own}", self._store)
+            self._meeting = Wait(f"forming {purpose}", "group", self.epoch, time.monotonic())
+            try:
+                self._parts[key] = self._form_part(own, purpose, store)
+            finally:
+                self._meeting = None
+        return self._parts[key]
 
     @property
     def intact(self) -> bool:
@@ -159,7 +210,7 @@ class GroupService:
         """Return what this rank waits for, if it waits in a collective."""
         if self._forming is not None and self.internal is None and not self._stop.is_set():
             return Wait("forming the group", "group", self.epoch, self._forming_since)
-        waits = [g.board.current for g in list(self._groups)]
+        waits = [self._meeting, *(g.board.current for g in list(self._groups))]
         return next((w for w in waits if w is not None), None)
 
     # ------------------------------------------------------------------------------------- internals
@@ -169,23 +220,41 @@ class GroupService:
         client = dist.TCPStore(command.store_host, command.store_port, is_master=False, timeout=timeout)
         return dist.PrefixStore(f"epoch-{command.epoch}", client)
 
-    def _take_shortcut(self, store: dist.Store, command: FormGroup) -> None:
-        """Let the step engine reduce by MPI if asked to, or through shared memory on one host without GPUs."""
-        if command.world_size == 1:
-            return
-        if command.backend == "mpi":
-            place = dist.PrefixStore("mpi", store)
-            self._peers = self.shortcut = self._apart(
-                lambda: mpi.join(place, command.rank, command.world_size, command.epoch)
-            )
-        elif command.backend == "auto" and self.backend == "gloo":
-            self._share_memory(dist.PrefixStore("mesh", store), command)
+    def _form_part(
+        self, own: Sequence[int], purpose: str, store: dist.Store
+    ) -> tuple[ReleasableGroup, Shortcut | None]:
+        assert self._forming is not None
+        rank, size = own.index(self.rank), len(own)
+        name = f"{purpose} of ranks {', '.join(map(str, own))}"
+        place = dist.PrefixStore("internal", store)
+        group = self._create(place, self._forming, name, rank, size, self.backend, compares=False)
+        return group, self._take_shortcut(store, rank, size)
 
-    def _share_memory(self, place: dist.Store, command: FormGroup) -> None:
-        mesh = self._apart(lambda: connect(place, command.rank, command.world_size))
-        if mesh is not None:
-            self._peers = mesh
-            self.shortcut = self._apart(lambda: _memory_of(mesh))
+    def _take_shortcut(self, store: dist.Store, rank: int, size: int) -> Shortcut | None:
+        """Let the step engine reduce by MPI if asked to, or through shared memory on one host without GPUs."""
+        command = self._forming
+        assert command is not None
+        if size == 1:
+            return None
+        if command.backend == "mpi" and size == command.world_size:
+            place = dist.PrefixStore("mpi", store)
+            channel = self._apart(lambda: mpi.join(place, rank, size, command.epoch))
+            self._peers.append(channel)
+            self._shortcuts.append(channel)
+            return channel
+        if command.backend == "auto" and self.backend == "gloo":
+            return self._share_memory(dist.PrefixStore("mesh", store), rank, size)
+        return None
+
+    def _share_memory(self, place: dist.Store, rank: int, size: int) -> Shortcut | None:
+        mesh = self._apart(lambda: connect(place, rank, size))
+        if mesh is None:
+            return None
+        self._peers.append(mesh)
+        memory = self._apart(lambda: _memory_of(mesh))
+        if memory is not None:
+            self._shortcuts.append(memory)
+        return memory
 
     def _create_user_group(
         self, store: dist.Store, rank: int, size: int, timeout: timedelta
@@ -214,6 +283,8 @@ class GroupService:
         rank: int,
         size: int,
         backend: str,
+        *,
+        compares: bool = True,
     ) -> ReleasableGroup:
         self._serial += 1
         own = gloo.private_address(self._tag, command.epoch * 4096 + self._serial)
@@ -224,7 +295,7 @@ class GroupService:
         if backend == "nccl":
             place = dist.PrefixStore("nccl", store)
             inner = dist.ProcessGroupNCCL(place, rank, size, _BACKEND_LIMIT)  # type: ignore[arg-type] # an overload
-        group = ReleasableGroup(inner, rank, size, name, witness=None if name == "step engine" else witness)
+        group = ReleasableGroup(inner, rank, size, name, witness=witness if compares else None)
         self._groups.append(group)
         return group
 
@@ -261,8 +332,8 @@ def _memory_of(mesh: Mesh) -> SharedMemory | None:
         return None
 
 
-def _bury(groups: list[ReleasableGroup], scissors: list[gloo.Scissors], shortcut: Shortcut | None) -> None:
-    """Cut the groups' sockets until their backends are silent, then drop them and the shortcut.
+def _bury(groups: list[ReleasableGroup], scissors: list[gloo.Scissors], shortcuts: list[Shortcut]) -> None:
+    """Cut the groups' sockets until their backends are silent, then drop them and their shortcuts.
 
     Runs on a thread of its own: a backend's destructor waits for its threads.
     """
@@ -282,7 +353,7 @@ def _bury(groups: list[ReleasableGroup], scissors: list[gloo.Scissors], shortcut
         group.bury()
     for blade in scissors:
         blade.close()
-    if shortcut is not None:
+    for shortcut in shortcuts:
         shortcut.close()
 
 
@@ -292,6 +363,12 @@ def _agree_on_backend(store: dist.Store, command: FormGroup) -> str:
     store.set(f"backend-{command.rank}", "nccl" if can else "gloo")
     every = [store.get(f"backend-{rank}").decode() for rank in range(command.world_size)]
     return "nccl" if set(every) == {"nccl"} else "gloo"
+
+
+def _tell_all(store: dist.Store, rank: int, size: int, word: str) -> list[str]:
+    """Give every rank a word, and return what each one gave."""
+    store.set(f"left-{rank}", word)
+    return [store.get(f"left-{other}").decode() for other in range(size)]
 
 
 def _agree_on_address(store: dist.Store, rank: int, own: str) -> str:

@@ -14,12 +14,13 @@ A newcomer takes part from the midst of the cell on, with what a rank that is th
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from openclaw_nb.engine.group.ranks import Ranks
+from openclaw_nb.engine.group.unfinished import Unfinished
 from openclaw_nb.engine.reentry.loops import Loops
 from openclaw_nb.engine.steps.continuity import Continuity
 from openclaw_nb.engine.steps.measure import Publisher
@@ -31,7 +32,8 @@ class CellContext:
     """What a strategy is given: the ranks, the cell, and where to tell what happens.
 
     ``notes`` takes lines for the person who runs the cell; ``continuity`` is how it goes on when ranks go or come, and
-    ``loops`` are the cell's own. With ``book`` it can be gone on from a checkpoint.
+    ``loops`` are the cell's own. With ``book`` it can be gone on from a checkpoint. ``leave_unfinished`` takes what the
+    ranks are to finish in their next group.
     """
 
     ranks: Ranks
@@ -43,6 +45,7 @@ class CellContext:
     continuity: Continuity
     loops: Loops = field(default_factory=Loops)
     book: Book | None = None
+    leave_unfinished: Callable[[Unfinished], None] = lambda _: None
 
 
 class Book(Protocol):

@@ -10,10 +10,13 @@ from typing import Any
 from openclaw_nb.core.errors import GroupError, unknown_name
 from openclaw_nb.engine.group.ranks import Ranks
 from openclaw_nb.engine.group.service import GroupService
+from openclaw_nb.engine.group.unfinished import Unfinished
 from openclaw_nb.engine.parallel.base import CellContext, Strategy
 from openclaw_nb.engine.parallel.data import DataParallel
+from openclaw_nb.engine.parallel.hybrid import HybridParallel
 from openclaw_nb.engine.parallel.sharded import ShardedDataParallel
 from openclaw_nb.engine.parallel.stages import ModelParallel, Pipeline
+from openclaw_nb.engine.parallel.tensor import TensorParallel
 from openclaw_nb.engine.reentry.gate import Gate
 from openclaw_nb.engine.reentry.loops import Loops
 from openclaw_nb.engine.steps.continuity import Continuity, Regrouper
@@ -22,9 +25,11 @@ from openclaw_nb.protocol.messages import StrategySpec
 
 STRATEGIES: dict[str, type[Strategy]] = {
     "data_parallel": DataParallel,
+    "sharded": ShardedDataParallel,
+    "tensor_parallel": TensorParallel,
     "model_parallel": ModelParallel,
     "pipeline": Pipeline,
-    "sharded": ShardedDataParallel,
+    "hybrid_parallel": HybridParallel,
 }
 
 
@@ -38,7 +43,7 @@ def ranks_of(group: GroupService) -> Ranks:
     """
     if group.internal is None:
         raise GroupError("The worker is in no group. Run %openclaw reset to form one.")
-    return Ranks(group.internal, group.shortcut)
+    return Ranks(group.internal, group.shortcut, group.divide)
 
 
 @dataclass(frozen=True)
@@ -114,7 +119,13 @@ def strategy_context(
     continuity = Continuity(ranks, crossing.regrouper if crossing else None)
     gate = Gate(ranks, continuity, namespace, hidden, notes) if hidden is not None else None
     loops = gate.loops if gate is not None else Loops()
-    context = CellContext(ranks, spec, source, namespace, publisher, notes, continuity, loops, gate)
+
+    def leave_unfinished(what: Unfinished) -> None:
+        group.unfinished = what
+
+    context = CellContext(
+        ranks, spec, source, namespace, publisher, notes, continuity, loops, gate, leave_unfinished
+    )
     strategy = strategy_class(context)
     try:
         if gate is not None:

@@ -247,6 +247,11 @@ class StepEngine:
             self._parameters, self._ranks, message_size=size, bucket_bytes=self._options.bucket_bytes
         )
 
+    def take_up_parameters(self) -> None:
+        """Follow the models' parameters as they are now: other shapes, as when parts of them are elsewhere."""
+        self._reducer.remove()
+        self._reducer = self._new_reducer()
+
     # ------------------------------------------------------------------------------- after a death
 
     def _renew(self) -> None:

@@ -27,6 +27,7 @@ BUCKET_BYTES = 25 * 1024 * 1024
 # The first bucket is small, so that there is something to send early in the backward pass.
 _FIRST_BUCKET_BYTES = 1024 * 1024
 _SMALL = 16_384
+_untouched = torch._C.DisableTorchFunctionSubclass
 _EXACT = (torch.float32, torch.float64)
 
 
@@ -135,6 +136,10 @@ class GradientReducer:
         if not self._enabled:
             self.strayed = True
             return
+        with _untouched():  # a parameter of which only a part is here is this part
+            self._take(parameter)
+
+    def _take(self, parameter: Tensor) -> None:
         bucket, place = self._place[id(parameter)]
         self.repeated |= place in bucket.ready
         bucket.ready.add(place)

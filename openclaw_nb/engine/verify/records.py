@@ -101,7 +101,7 @@ class StepRecorder:
             self.coarsest = max(self.coarsest, output.dtype, key=_unit)
 
     def _note_gradients(self, root: Tensor) -> None:
-        found = {name: _whole(p.grad) for name, p in _parameters(self._models) if p.grad is not None}
+        found = {name: _gradient(p) for name, p in _parameters(self._models) if p.grad is not None}
         if found and root.numel() == 1:
             # Read on all ranks, also where it is not kept: those that have a gradient give it to the others.
             read = {name: _copy(gradient) for name, gradient in found.items()}
@@ -148,6 +148,12 @@ def _unit(dtype: torch.dtype) -> float:
     return torch.finfo(dtype).eps
 
 
+def _gradient(parameter: nn.Parameter) -> Any:
+    """Return a gradient whole; where each rank has a part of it, all of them join it."""
+    join = getattr(parameter, "full_gradient", None)
+    return _whole(parameter.grad) if join is None else join()
+
+
 def _whole(tensor: Tensor) -> Tensor:
     """Return a sharded tensor whole, for which every rank is needed, and any other as it is."""
     gather = getattr(tensor, "full_tensor", None)
@@ -155,6 +161,10 @@ def _whole(tensor: Tensor) -> Tensor:
 
 
 def _copy(tensor: Tensor) -> Tensor:
+    """Copy a tensor; one of which each rank has a part is joined, by all of them."""
+    join = getattr(tensor, "full_tensor", None)
+    if join is not None:
+        tensor = join()
     return tensor.detach().to("cpu", copy=True)
 
 

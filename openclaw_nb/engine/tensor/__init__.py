@@ -1,0 +1,1 @@
+"""Tensors of which each rank has a part: tensor parallelism under code that takes them for whole."""
