@@ -151,7 +151,9 @@ def _unit(dtype: torch.dtype) -> float:
 def _gradient(parameter: nn.Parameter) -> Any:
     """Return a gradient whole; where each rank has a part of it, all of them join it."""
     join = getattr(parameter, "full_gradient", None)
-    return _whole(parameter.grad) if join is None else join()
+    if join is None and parameter.grad is not None:
+        return _whole(parameter.grad)
+    return None if join is None else join()
 
 
 def _whole(tensor: Tensor) -> Tensor:
