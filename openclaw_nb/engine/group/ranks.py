@@ -38,6 +38,11 @@ class Ranks:
         self.rank: int = group.rank()
         self.size: int = group.size()
 
+    @property
+    def has_shortcut(self) -> bool:
+        """Whether short messages have a way that is better than the backend's."""
+        return self._shortcut is not None
+
     def make_sums(self, layouts: Sequence[Layout]) -> Sequence[Sum]:
         """Return what sums a flat tensor over the ranks, again and again, for each layout."""
         sums = make_sums(self.group, self._shortcut, layouts)
