@@ -292,7 +292,7 @@ def test_what_cannot_be_sharded_is_refused_and_nothing_changes(pair: Lab) -> Non
     penalty = LOOP.replace("loss_fn(model(x), y)", f"loss_fn(model(x), y) + {term}")
     pair.good(TRANSFORMER + "before = [p.detach().clone() for p in model.parameters()]")
     assert "weight_decay" in refusal(pair.run(penalty, strategy=sharded()))
-    result = pair.run(LOOP, strategy=sharded(options={"shard_layers": ["body"]}))
-    assert "no layer 'body'" in next(iter(result.failures.values())).message
+    result = pair.run(LOOP, strategy=sharded(options={"shard_layers": ["trunk"]}))
+    assert "no layer 'trunk'" in next(iter(result.failures.values())).message
     pair.good("assert all(torch.equal(a, b) for a, b in zip(before, model.parameters()))")
     pair.good("assert {type(p) for p in model.parameters()} == {nn.Parameter} and not optimizer.state")

@@ -22,6 +22,7 @@ from openclaw_nb.engine.parallel.base import CellContext, Strategy
 from openclaw_nb.engine.sharding import checks, whole
 from openclaw_nb.engine.sharding.host_files import PATIENCE_SECONDS, Ended, HostFiles
 from openclaw_nb.engine.sharding.layers import choose_layers
+from openclaw_nb.engine.sharding.messages import ComparedAllGather, ComparedReduceScatter
 from openclaw_nb.engine.sharding.shards import Sharding
 from openclaw_nb.engine.steps import batchnorm, state
 from openclaw_nb.engine.steps.common import make_common
@@ -98,6 +99,8 @@ class ShardedDataParallel(Strategy):
             group=dist.group.WORLD,
         )
         self._sharding.apply()
+        if ranks.has_shortcut and self._sharding.shards[0].device.type == "cpu":
+            self._sharding.communicate_by(ComparedAllGather(ranks), ComparedReduceScatter(ranks))
         self._files.keep(ranks, self._sharding.payload())
         self._before = (
             copy.deepcopy(self._sharding.unsharded_states()),

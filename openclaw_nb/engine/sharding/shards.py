@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import _composable_state
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
 from openclaw_nb.engine.objects.find import Objects
@@ -109,6 +109,14 @@ class Sharding:
             if parameter.grad is not None:
                 shard.grad = _sharded(parameter.grad, shard)
         self._point_optimizers()
+
+    def communicate_by(self, all_gather: Any, reduce_scatter: Any) -> None:
+        """Let FSDP make its collectives by these."""
+        for model in self._objects.models.values():
+            for module in model.modules():
+                if isinstance(module, FSDPModule):
+                    module.set_custom_all_gather(all_gather)
+                    module.set_custom_reduce_scatter(reduce_scatter)
 
     def _note_plain(self) -> None:
         found: dict[nn.Parameter, None] = {}
