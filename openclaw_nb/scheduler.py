@@ -324,7 +324,9 @@ class PipelineScheduler:
 
         self._require_bound()
         group = current_group()
-        if self._body is None or self._body.group is not group:
+        if self._body is not None:
+            self._body.move(group)
+        else:
             if self._lanes is None:
                 self._place(devices_of_ranks(group))
             assert self._lanes is not None

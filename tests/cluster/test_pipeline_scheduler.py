@@ -9,6 +9,9 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from openclaw_nb import PipelineScheduler
+from openclaw_nb.core.errors import RefusedError
+
 pytestmark = pytest.mark.cluster
 
 # The same on the workers, in a cell, and here.
@@ -99,3 +102,38 @@ def test_in_a_cell_every_schedule_trains_as_a_single_device(lab: Any, schedule: 
         assert_trained(**lab.pull("result", rank))
     bubble = lab.pull("bubble")
     assert 0 < bubble.theoretical < bubble.measured < 1
+
+
+def test_from_a_script_it_trains_and_refuses_what_would_differ(lab: Any) -> None:
+    namespace = built()
+    model, optimizer, batches = namespace["build"]()
+    identities = [id(p) for p in model.parameters()]
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    pipeline = PipelineScheduler(
+        list("012345"), [f"CPU-{n}" for n in (2, 2, 2, 3, 3, 3)], microbatches=4, cluster=lab.master
+    ).bind(model, optimizer, max_norm=0.5)
+    x, y = batches[0]
+    loss_fn = F.cross_entropy
+
+    def refused(words: str, x: torch.Tensor, y: torch.Tensor, loss: Any = loss_fn) -> None:
+        with pytest.raises(RefusedError, match=words):
+            pipeline.step(x, y, loss)
+
+    refused("15 samples cannot be cut into 4", x[:15], y[:15])
+    refused("as many samples each", x, y[:8])
+    holes = y.clone()
+    holes[:7] = -100
+    refused("neither a mean nor a sum", x, holes, lambda o, y: F.cross_entropy(o, y, ignore_index=-100))
+    losses = [pipeline.step(x, y, loss_fn) for x, y in batches]
+    refused(r"shape \[8, 5\], and the first one had \[16, 5\]", x[:8], y[:8])
+    assert all(
+        torch.equal(before[name], value) for name, value in model.state_dict().items()
+    )  # so far the workers'
+    assert pipeline.collect() is model
+    assert identities == [id(p) for p in model.parameters()]
+    assert_trained(model, optimizer, losses)
+    timeline = pipeline.timeline()
+    assert len(timeline) == 2 * 2 * 4
+    assert {box.lane for box in timeline} == {"CPU-2", "CPU-3"}
+    assert pipeline.bubble.theoretical == pytest.approx(1 / 5)
+    assert "<svg" in timeline._repr_html_()

@@ -71,13 +71,17 @@ class TrainingPipeline:
 
     def __init__(self, model: nn.Module, plan: Plan, group: ReleasableGroup) -> None:
         self.model, self.plan = model, plan
-        self.group = group
         self._stages = parts.split(model, plan.stages)
-        rank = group.rank()
-        self.lane: int | None = list(plan.ranks).index(rank) if rank in plan.ranks else None
+        self.move(group)
         self._shape: tuple[int, ...] | None = None
         self.times: list[tuple[Action, float, float]] = []
         self.num_microbatches = 0
+
+    def move(self, group: ReleasableGroup) -> None:
+        """Go on with another group of the same ranks, as after a cell that has raised."""
+        self.group = group
+        rank, ranks = group.rank(), list(self.plan.ranks)
+        self.lane: int | None = ranks.index(rank) if rank in ranks else None
 
     # --------------------------------------------------------------------------------------------- a step
 
@@ -385,7 +389,7 @@ def _judge(
             or total * scale == whole
         ):
             return "", scale, whole
-    if whole != whole or total != total:
+    if whole != whole and total != total:
         return "", 1.0 / count, whole  # not a number either way, as on a single device
     return (
         (
