@@ -18,7 +18,6 @@ from openclaw_nb.core.errors import RefusedError, RemoteCellError, UsageError, u
 from openclaw_nb.plan import lanes
 from openclaw_nb.plan.schedule import (
     SCHEDULES,
-    Action,
     Costs,
     Kind,
     Timed,
@@ -28,14 +27,17 @@ from openclaw_nb.plan.schedule import (
     closed_form_bubble,
     simulate,
 )
+from openclaw_nb.plan.steps import ideal_times, idle_share
 
 if TYPE_CHECKING:
     from openclaw_nb.cluster.master import MasterNode
+    from openclaw_nb.engine.scheduler.steps import StepPipeline
     from openclaw_nb.engine.scheduler.training import TrainingPipeline
     from openclaw_nb.notebook.timeline import Timeline
     from openclaw_nb.session import OpenClawCluster
 
-Times = list[list[tuple[Action, float, float]]]
+# By lane: an action, or the number of a step (-1 for a gradient that was asked for) and the item, with start and end.
+Times = list[list[tuple[Any, ...]]]
 
 _NAME = "_openclaw_pipeline"
 _EQUAL = Costs()
@@ -110,6 +112,11 @@ class PipelineScheduler:
         self.microbatches = microbatches
         self.schedule = schedule
         self._cluster = cluster
+        self._functions: dict[str, Callable[..., Any]] = {}
+        self._synchronous = True
+        self._channel_size = 2
+        self._steps: StepPipeline | None = None
+        self._waits_for: list[int] = []
         self._model: Any = None
         self._optimizer: Any = None
         self._max_norm: float | None = None
@@ -120,17 +127,34 @@ class PipelineScheduler:
         self._times: Times | None = None
 
     def __repr__(self) -> str:
-        bound = "not bound" if self._model is None else f"bound to {type(self._model).__name__}"
+        model = "steps" if self._functions else type(self._model).__name__
+        bound = f"bound to {model}" if self._functions or self._model is not None else "not bound"
         return f"PipelineScheduler(stages={self.stages!r}, schedule={self.schedule!r}, {bound})"
 
     def __getstate__(self) -> dict[str, Any]:
         """What goes to the workers: what was asked, the bound objects, and where stages are."""
-        return {**self.__dict__, "_cluster": None, "_remote": None, "_body": None, "_times": None}
+        return {
+            **self.__dict__,
+            "_cluster": None,
+            "_remote": None,
+            "_body": None,
+            "_steps": None,
+            "_times": None,
+        }
 
     # ------------------------------------------------------------------------------------------- binding
 
-    def bind(self, model: Any, optimizer: Any = None, *, max_norm: float | None = None) -> PipelineScheduler:
-        """Let the stages be parts of a model.
+    def bind(
+        self,
+        model: Any = None,
+        optimizer: Any = None,
+        /,
+        *,
+        max_norm: float | None = None,
+        synchronous: bool = True,
+        **functions: Any,
+    ) -> PipelineScheduler:
+        """Let the stages be parts of a model, ``bind(model, optimizer)``, or steps, ``bind(preprocess=f, forward=g)``.
 
         Parameters
         ----------
@@ -140,22 +164,114 @@ class PipelineScheduler:
             Of the model's parameters; `step` then makes an update, each device of its own stages.
         max_norm : float, optional
             With an optimizer: clip the gradients of all stages by their common norm.
+        synchronous : bool
+            Of steps: one that shares a model with later ones waits until those are done with the item before, so that
+            the result is the plain loop's. Otherwise it goes on with weights that may be some items old.
+        **functions : callable
+            A function for each stage. The first is called with an item, each other with what the one before returned.
 
         Returns
         -------
         PipelineScheduler
             Itself.
         """
+        if functions and not {"model", "optimizer"} & set(self.stages):
+            model, optimizer = functions.pop("model", model), functions.pop("optimizer", optimizer)
+        self._forget()
+        if functions or model is None:
+            self._bind_steps(functions, synchronous)
+            if model is not None:
+                raise UsageError("bind takes a model, or a function for each stage, not both.")
+            return self
         if not hasattr(model, "named_parameters"):
             raise UsageError(f"bind takes a model, not {type(model).__name__}.")
         if max_norm is not None and optimizer is None:
             raise UsageError("max_norm needs the optimizer: bind(model, optimizer, max_norm=...).")
         self._model, self._optimizer, self._max_norm = model, optimizer, max_norm
-        self._forget()
         return self
 
+    def _bind_steps(self, functions: Mapping[str, Any], synchronous: bool) -> None:
+        for name in functions:
+            if name not in self.stages:
+                raise unknown_name("stage", name, self.stages)
+        missing = [name for name in self.stages if not callable(functions.get(name))]
+        if missing:
+            raise UsageError(
+                f"Each stage needs a function, or bind gets a model; without one: {', '.join(missing)}."
+            )
+        if self.schedule != "1f1b" or self.microbatches is not None:
+            raise UsageError(
+                "Steps work on one item after the other: schedule and microbatches are for model parts."
+            )
+        self._functions = {name: functions[name] for name in self.stages}
+        self._synchronous = synchronous
+
     def _forget(self) -> None:
+        self._model, self._optimizer, self._functions, self._steps = None, None, {}, None
         self._lanes, self._ranks, self._body, self._remote, self._times = None, [], None, None, None
+
+    # ---------------------------------------------------------------------------------------------- steps
+
+    def run(
+        self, items: Iterable[Any] | None, *, synchronous: bool | None = None, channel_size: int = 2
+    ) -> list[Any] | None:
+        """Let items pass through the bound steps, all of which work at the same time; return the last one's results.
+
+        The functions' models and optimizers are trained afterwards, here as well. In a cell on workers every rank calls
+        it, and the first stage's items count.
+
+        Parameters
+        ----------
+        items : iterable
+            What the first step is called with, such as a DataLoader.
+        synchronous : bool, optional
+            As `bind` has it by default.
+        channel_size : int
+            How many items a step may be ahead of the next.
+
+        Returns
+        -------
+        list or None
+            None on a rank that has no stage.
+        """
+        if not self._functions:
+            raise UsageError(
+                "run needs steps: bind(preprocess=f, …). A bound model is trained by step(x, y, loss_fn)."
+            )
+        if isinstance(channel_size, bool) or not isinstance(channel_size, int) or channel_size < 1:
+            raise UsageError(f"channel_size is a whole number of at least 1, not {channel_size!r}.")
+        self._times, self._channel_size = None, channel_size
+        if synchronous is not None:
+            self._synchronous = synchronous
+        if _on_a_worker():
+            return self._steps_here().run(items, synchronous=self._synchronous, depth=channel_size)
+        from openclaw_nb.engine.scheduler.shared import Shared
+
+        shared, remote = Shared(self._functions), self._reach()
+        # What can be gone through again travels as it is, so that a loader loads there.
+        sent = items if hasattr(items, "__len__") and iter(items) is not items else list(items or ())  # type: ignore[arg-type]
+        remote.push({f"{_NAME}_items": sent, f"{_NAME}_states": shared.states()}, [self._ranks[0]])
+        options = f"synchronous={self._synchronous}, channel_size={channel_size}"
+        source = f"if {_NAME}_states is not None: {_NAME}._steps_here().shared.load({_NAME}_states)"
+        results: list[Any] = remote.call(f"run({_NAME}_items, {options})", before=source)
+        remote.run(f"{_NAME}_states = {_NAME}._steps_here().shared.states()")
+        shared.load(remote.master.pull([f"{_NAME}_states"], self._ranks[0])[f"{_NAME}_states"])
+        remote.push({f"{_NAME}_items": None, f"{_NAME}_states": None})
+        return results
+
+    def _steps_here(self) -> StepPipeline:
+        from openclaw_nb.engine.scheduler.mail import current_group, devices_of_ranks
+        from openclaw_nb.engine.scheduler.steps import StepPipeline
+
+        group = current_group()
+        if self._steps is None or self._steps.group is not group:
+            if self._lanes is None:
+                self._place(devices_of_ranks(group))
+            assert self._lanes is not None
+            times = self._steps.times if self._steps is not None else []
+            self._steps = StepPipeline(self._functions, self._lanes.stages, self._ranks, group)
+            self._steps.times = times
+        return self._steps
 
     # ----------------------------------------------------------------------------------------- model parts
 
@@ -184,7 +300,7 @@ class PipelineScheduler:
         """
         self._times = None
         if not _on_a_worker():
-            if self._optimizer is None:
+            if self._model is not None and self._optimizer is None:
                 raise UsageError(
                     "From a script or a notebook the workers make the update: bind(model, optimizer). In a cell that "
                     "runs on the workers, step leaves gradients to optimizer.step()."
@@ -256,6 +372,8 @@ class PipelineScheduler:
 
     def timeline(self) -> Timeline:
         """Return what the newest step has run on each device, beside the ideal. In a cell every rank calls it."""
+        if self._functions:
+            return self._timeline_of_steps()
         timed, costs, placed, number = self._measured()
         ideal = simulate(build(self.schedule, len(placed.devices), number, placed.num_chunks), costs)
         bubble = self.bubble
@@ -269,29 +387,86 @@ class PipelineScheduler:
     @property
     def bubble(self) -> Bubble:
         """The bubble of the newest step, measured and by theory. In a cell every rank asks for it."""
+        if self._functions:
+            return self._bubble_of_steps()
         timed, costs, placed, number = self._measured()
         theory = closed_form_bubble(self.schedule, len(placed.devices), number, placed.num_chunks, costs)
         return Bubble(bubble_of(timed), theory)
 
     def _measured(self) -> tuple[list[Timed], Costs, lanes.Lanes, int]:
-        if self._times is None:
-            self._times = self._fetch_times()
-        if not any(self._times):
-            raise UsageError("No step has run: call step(x, y, loss_fn) first.")
         timed = [
             Timed(lane, action, start, end)
-            for lane, actions in enumerate(self._times)
+            for lane, actions in enumerate(self._known_times())
             for action, start, end in actions
         ]
         assert self._lanes is not None
         number = 1 + max(each.action.microbatch for each in timed)
         return timed, _mean_costs(timed), self._lanes, number
 
+    def _known_times(self) -> Times:
+        if self._times is None:
+            self._times = self._fetch_times()
+        if not any(self._times):
+            call = "run(items)" if self._functions else "step(x, y, loss_fn)"
+            raise UsageError(f"Nothing has run: call {call} first.")
+        return self._times
+
+    def _timeline_of_steps(self) -> Timeline:
+        from openclaw_nb.notebook.timeline import Box, Lanes, Timeline
+
+        assert self._lanes is not None
+        boxes = [
+            Box(device, self.stages[step] if step >= 0 else "its gradient", item, start, end)
+            for device, lane in zip(self._lanes.devices, self._known_times(), strict=True)
+            for step, item, start, end in lane
+        ]
+        ideal = [
+            Box(device, " + ".join(names), item, start, end)
+            for device, names, lane in zip(
+                self._lanes.devices, self._lanes.stages, self._ideal_steps(), strict=True
+            )
+            for item, (start, end) in enumerate(lane)
+        ]
+        bubble = self._bubble_of_steps()
+        how = "synchronous" if self._synchronous else "not synchronous"
+        words = f"{how}: idle {bubble.measured:.1%} measured, {bubble.theoretical:.1%} by theory"
+        pictures = [Lanes("as it ran", boxes), Lanes("ideal, with the mean of these times", ideal)]
+        return Timeline([words], pictures)
+
+    def _ideal_steps(self) -> list[list[tuple[float, float]]]:
+        """Return when each lane would ideally work on each item, with the mean of the measured times."""
+        assert self._lanes is not None
+        lanes_ = self._known_times()
+        number = 1 + max(item for lane in lanes_ for _, item, _, _ in lane)
+        costs = [sum(end - start for step, _, start, end in lane if step >= 0) / number for lane in lanes_]
+        return ideal_times(costs, number, self._channel_size, self._waits_for)
+
+    def _bubble_of_steps(self) -> Bubble:
+        """Of a lane's time, what it computes; a gradient that another lane asked for counts where it is made."""
+        measured = [[(start, end) for _, _, start, end in lane] for lane in self._known_times()]
+        return Bubble(idle_share(measured), idle_share(self._ideal_steps()))
+
     def _fetch_times(self) -> Times:
+        if self._functions:
+            return self._fetch_times_of_steps()
         if _on_a_worker():
             return self._here().all_times() if self._body is not None else []
         times: Times = self._reach().call("_fetch_times()") if self._remote is not None else []
         return times
+
+    def _fetch_times_of_steps(self) -> Times:
+        if not _on_a_worker():
+            if self._remote is None:
+                return []
+            times, self._waits_for = self._remote.call("_times_and_waits()")
+            return list(times)
+        times, self._waits_for = self._times_and_waits()
+        return times
+
+    def _times_and_waits(self) -> tuple[Times, list[int]]:
+        body = self._steps_here()
+        waits = body.waits_for if self._synchronous else list(range(len(body.waits_for)))
+        return list(body.all_times()), waits
 
     # ------------------------------------------------------------------------------------------------- where
 
@@ -322,7 +497,10 @@ class PipelineScheduler:
         from openclaw_nb.engine.scheduler.mail import current_group, devices_of_ranks
         from openclaw_nb.engine.scheduler.training import Plan, TrainingPipeline
 
-        self._require_bound()
+        if self._model is None:
+            raise UsageError(
+                "step, clip_grad_norm_ and collect are for a bound model: bind(model, optimizer)."
+            )
         group = current_group()
         if self._body is not None:
             self._body.move(group)
@@ -335,7 +513,7 @@ class PipelineScheduler:
         return self._body
 
     def _require_bound(self) -> None:
-        if self._model is None:
+        if self._model is None and not self._functions:
             raise UsageError("The stages are bound to nothing yet: call bind(model, optimizer) first.")
 
     def _reach(self) -> _Remote:
@@ -346,7 +524,8 @@ class PipelineScheduler:
             if self._lanes is None:
                 self._place([worker.device.id for worker in master.workers if not worker.spare])
             remote = _Remote(master, self._ranks)
-            remote.push({_NAME: self, f"{_NAME}_batch": (None, None)})
+            empty = {f"{_NAME}_batch": (None, None), f"{_NAME}_items": None, f"{_NAME}_states": None}
+            remote.push({_NAME: self, **empty})
             self._remote = remote
         return self._remote
 
@@ -369,9 +548,9 @@ class _Remote:
             self.push({name: value})
             self._pushed[name] = value
 
-    def call(self, call: str, *, keep: bool = True) -> Any:
-        """Call a method of the copies on every rank; return the first one's value."""
-        self.run(f"{_NAME}_value = {_NAME}.{call}" if keep else f"{_NAME}.{call};")
+    def call(self, call: str, *, keep: bool = True, before: str = "") -> Any:
+        """Call a method of the copies on every rank, after some source; return the first one's value."""
+        self.run(f"{before}\n{_NAME}_value = {_NAME}.{call}" if keep else f"{_NAME}.{call};")
         return self.master.pull([f"{_NAME}_value"], self._ranks[0])[f"{_NAME}_value"] if keep else None
 
     def run(self, source: str) -> None:

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from openclaw_nb import PipelineScheduler
-from openclaw_nb.core.errors import RefusedError
+from openclaw_nb.core.errors import RefusedError, RemoteCellError
 
 pytestmark = pytest.mark.cluster
 
@@ -137,3 +137,71 @@ def test_from_a_script_it_trains_and_refuses_what_would_differ(lab: Any) -> None
     assert {box.lane for box in timeline} == {"CPU-2", "CPU-3"}
     assert pipeline.bubble.theoretical == pytest.approx(1 / 5)
     assert "<svg" in timeline._repr_html_()
+
+
+def digits() -> dict[str, Any]:
+    """The seed's three steps, over scikit-learn's digits."""
+    from sklearn.datasets import load_digits
+    from torch.utils.data import DataLoader, TensorDataset
+
+    torch.manual_seed(1)
+    data = load_digits()
+    model = nn.Sequential(nn.Linear(64, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Linear(32, 10))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    dataset = TensorDataset(torch.tensor(data.data), torch.tensor(data.target))
+
+    def preprocess(batch: Any) -> Any:
+        x, y = batch
+        return (x.float() / 16 - 0.3), y
+
+    def forward(batch: Any) -> torch.Tensor:
+        x, y = batch
+        optimizer.zero_grad()
+        return F.cross_entropy(model(x), y)
+
+    def backward(loss: torch.Tensor) -> float:
+        loss.backward()
+        optimizer.step()
+        return loss.item()
+
+    steps = {"preprocess": preprocess, "forward": forward, "backward": backward}
+    loader = DataLoader(dataset, batch_size=64)
+    return {"model": model, "optimizer": optimizer, "steps": steps, "loader": loader}
+
+
+def test_the_steps_of_the_seed_train_as_the_plain_loop(lab: Any) -> None:
+    plain = digits()
+    preprocess, forward, backward = plain["steps"].values()
+    expected = [backward(forward(preprocess(batch))) for batch in plain["loader"]]
+
+    ours = digits()
+    pipeline = PipelineScheduler(
+        stages=["preprocess", "forward", "backward"],
+        stage_devices=["CPU-0", "CPU-1", "CPU-2"],
+        cluster=lab.master,
+    )
+    pipeline.bind(**ours["steps"])
+    losses = pipeline.run(ours["loader"], synchronous=True)
+    assert losses == pytest.approx(expected, rel=1e-6)
+    for name, value in plain["model"].state_dict().items():
+        torch.testing.assert_close(
+            ours["model"].state_dict()[name],
+            value,
+            rtol=1e-6,
+            atol=1e-7,
+            msg=lambda m, name=name: f"{name}: {m}",
+        )
+    for mine, theirs in zip(ours["model"].parameters(), plain["model"].parameters(), strict=True):
+        for key, value in plain["optimizer"].state[theirs].items():
+            torch.testing.assert_close(ours["optimizer"].state[mine][key], value, rtol=1e-5, atol=1e-8)
+    later = pipeline.run(ours["loader"], synchronous=False)
+    assert sum(later) < sum(losses)  # with older weights, it learns nonetheless
+    timeline = pipeline.timeline()
+    assert {box.part for box in timeline} == {"preprocess", "forward", "backward", "its gradient"}
+    assert 0 < pipeline.bubble.theoretical < 1
+    with pytest.raises(RemoteCellError, match="planted"):
+        pipeline.bind(**{**ours["steps"], "forward": _raise}).run(ours["loader"])
+
+
+def _raise(batch: Any) -> None:
+    raise ValueError("planted")
