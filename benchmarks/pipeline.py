@@ -1,8 +1,8 @@
 """The bubble of `PipelineScheduler`'s schedules on paced stages, beside torch's own schedules and theory.
 
-A stage sleeps for each micro-batch: 20 ms forward, 20 ms for the input's gradient and 20 ms for the weights', so that no
-stage disturbs another on two cores. The measured bubble is the share of the devices' time from the first start to the last
-end in which no stage sleeps; that of torch's is taken from the step's duration, as it tells no times.
+A stage sleeps for each micro-batch: 20 ms forward, 20 ms for the input's gradient and 20 ms for the weights', so that
+no stage disturbs another on two cores. The measured bubble is the share of the devices' time from the first start to
+the last end in which no stage sleeps; that of torch's is taken from the step's duration, as it tells no times.
 
     python benchmarks/pipeline.py            2 stages, 8 micro-batches
     python benchmarks/pipeline.py --long     also 4 stages, and 4 and 16 micro-batches
@@ -25,6 +25,7 @@ import time, torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
+from openclaw_nb import PipelineScheduler
 
 class Sleep(torch.autograd.Function):
     @staticmethod
@@ -63,8 +64,7 @@ _TORCH = """
 from torch.distributed import pipelining as pp
 from torch.distributed.pipelining import schedules
 own = [rank + world_size * chunk for chunk in range({chunks})]
-parts = [pp.PipelineStage(Paced(pace / {chunks}), n, {stages}, device, input_args=(torch.randn(1, 8),),
-                          output_args=(torch.randn(1, 8),)) for n in own]
+parts = [pp.PipelineStage(Paced(pace / {chunks}), n, {stages}, device) for n in own]
 schedule = schedules.{torch}(parts if {chunks} > 1 else parts[0], {number}, loss_fn=F.mse_loss)
 x, y = torch.randn({number}, 8).requires_grad_(), torch.randn({number}, 8)
 for _ in range(3):
