@@ -1,8 +1,9 @@
 """The bubble of `PipelineScheduler`'s schedules on paced stages, beside torch's own schedules and theory.
 
 A stage sleeps for each micro-batch: 20 ms forward, 20 ms for the input's gradient and 20 ms for the weights', so that
-no stage disturbs another on two cores. The measured bubble is the share of the devices' time from the first start to
-the last end in which no stage sleeps; that of torch's is taken from the step's duration, as it tells no times.
+no stage disturbs another on two cores. Beside torch's: the share of a whole step, from barrier to barrier, in which a
+device has nothing to sleep for. Beside theory: the share of the time from the first start to the last end in which no
+stage is at work, as `PipelineScheduler.bubble` tells it.
 
     python benchmarks/pipeline.py            2 stages, 8 micro-batches
     python benchmarks/pipeline.py --long     also 4 stages, and 4 and 16 micro-batches
@@ -57,7 +58,11 @@ pipeline = PipelineScheduler(names, microbatches={number}, schedule="{schedule}"
 x, y = torch.randn({number}, 8).requires_grad_(), torch.randn({number}, 8)
 for _ in range(3):
     dist.barrier()
+    begin = time.perf_counter()
     pipeline.step(x, y, F.mse_loss)
+    dist.barrier()
+    seconds = time.perf_counter() - begin
+share = 1 - {number} * 3 * pace / seconds
 bubble = pipeline.bubble
 """
 _TORCH = """
@@ -100,12 +105,14 @@ def measure(master: MasterNode, schedule: str, num_ranks: int, number: int) -> l
         "torch": _TORCH_NAMES[schedule],
     }
     theory: list[float] = []
+    measured: list[float] = []
 
     def ours() -> float:
         run(master, _OURS.format(**options))
-        bubble = master.pull(["bubble"])["bubble"]
-        theory.append(100 * bubble.theoretical)
-        return 100 * float(bubble.measured)
+        found = master.pull(["bubble", "share"])
+        theory.append(100 * found["bubble"].theoretical)
+        measured.append(100 * found["bubble"].measured)
+        return 100 * float(found["share"])
 
     def torchs() -> float:
         run(master, _TORCH.format(**options))
@@ -114,7 +121,7 @@ def measure(master: MasterNode, schedule: str, num_ranks: int, number: int) -> l
     sides = {"ours": ours, "torch": torchs} if options["torch"] else {"ours": ours}
     found = take_turns(sides, _ROUNDS)
     what = f"{schedule}, {num_ranks} stages, {number} micro-batches"
-    beyond = [mine - by_theory for mine, by_theory in zip(found["ours"], theory, strict=True)]
+    beyond = [mine - by_theory for mine, by_theory in zip(measured, theory, strict=True)]
     return [
         Row(
             f"{what}: bubble",
