@@ -54,7 +54,8 @@ _DTYPES = (
     torch.complex64,
     torch.complex128,
 )
-_numbers: WeakKeyDictionary[Any, itertools.count[int]] = WeakKeyDictionary()
+# By group, how many there were among the same ranks: only those count them alike.
+_numbers: WeakKeyDictionary[Any, dict[tuple[int, ...], itertools.count[int]]] = WeakKeyDictionary()
 
 
 def current_group() -> ReleasableGroup:
@@ -98,7 +99,8 @@ class Mail:
     def __init__(self, group: ReleasableGroup, peers: Sequence[int]) -> None:
         self._group = group
         self._peers = sorted({*peers} - {group.rank()})
-        number = next(_numbers.setdefault(group, itertools.count()))
+        among = tuple(sorted({*peers, group.rank()}))
+        number = next(_numbers.setdefault(group, {}).setdefault(among, itertools.count()))
         self._tag = _FIRST_TAG + number % _NUM_TAGS
         self._inbox: dict[tuple[int, Key], deque[Any]] = {}
         self._changed = threading.Condition()
