@@ -13,11 +13,13 @@ from openclaw_nb._version import __version__
 
 if TYPE_CHECKING:
     from openclaw_nb.cluster.master import MasterNode
+    from openclaw_nb.scheduler import PipelineScheduler
     from openclaw_nb.session import OpenClawCluster, resize_workers
 
 __all__ = [
     "MasterNode",
     "OpenClawCluster",
+    "PipelineScheduler",
     "__version__",
     "load_ipython_extension",
     "resize_workers",
@@ -27,6 +29,7 @@ __all__ = [
 _HOMES = {
     "MasterNode": "openclaw_nb.cluster.master",
     "OpenClawCluster": "openclaw_nb.session",
+    "PipelineScheduler": "openclaw_nb.scheduler",
     "resize_workers": "openclaw_nb.session",
 }
 

@@ -500,6 +500,20 @@ class ReleasableGroup(_ProcessGroup):  # type: ignore[misc]
         self._issue_later(lambda: self._run(work, action), lane)
         return work
 
+    def start_beside(self, call: str, action: Callable[[], Any]) -> PendingWork:
+        """Run ``action``, which may use the backend for long, on a thread of its own; it ends with the group.
+
+        Parameters
+        ----------
+        call : str
+            Shown as what this rank waits for, if it does.
+        action : callable
+            A lost connection counts as the other rank's end.
+        """
+        work = self._begin(call, [])
+        self._finish_apart(work, action)
+        return work
+
     def _finish_apart(self, work: PendingWork, wait: Callable[[], Any]) -> None:
         """Wait on a thread: the backend gives no future for sends and receives."""
         run = functools.partial(self._run, work, wait)

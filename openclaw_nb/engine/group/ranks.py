@@ -78,11 +78,6 @@ class Ranks:
         """Shared memory or MPI, if the ranks have it."""
         return self._shortcut
 
-    @property
-    def has_shortcut(self) -> bool:
-        """Whether short messages have a way that is better than the backend's."""
-        return self._shortcut is not None
-
     def make_sums(self, layouts: Sequence[Layout]) -> Sequence[Sum]:
         """Return what sums a flat tensor over the ranks, again and again, for each layout."""
         sums = make_sums(self.group, self._shortcut, layouts)

@@ -99,7 +99,7 @@ class ShardedDataParallel(Strategy):
             group=dist.group.WORLD,
         )
         self._sharding.apply()
-        if ranks.has_shortcut and self._sharding.shards[0].device.type == "cpu":
+        if ranks.shortcut is not None and self._sharding.shards[0].device.type == "cpu":
             self._sharding.communicate_by(ComparedAllGather(ranks), ComparedReduceScatter(ranks))
         self._files.keep(ranks, self._sharding.payload())
         self._before = (

@@ -1,7 +1,7 @@
 """FSDP's collectives on the step engine's own group, where the ranks of one host can tell cheaply that they agree.
 
 A group that a cell uses compares each call by a collective of its own, which costs as much as a small layer's. Here the
-ranks compare by a short message on the way that they share (`Ranks.has_shortcut`), and then make the call.
+ranks compare by a short message on the way that they share (`Ranks.shortcut`), and then make the call.
 
 Knows FSDP's interfaces for collectives; does not know what is gathered.
 """
