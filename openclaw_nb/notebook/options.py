@@ -21,6 +21,7 @@ from openclaw_nb.plan.chaos import FAULTS
 from openclaw_nb.protocol.messages import StrategySpec
 from openclaw_nb.strategies import STRATEGIES, canonical_strategy
 from openclaw_nb.strategies.data_parallel import MODES
+from openclaw_nb.strategies.precision import PRECISIONS, Precision
 
 
 @dataclass(frozen=True)
@@ -145,6 +146,13 @@ def _seconds(text: str) -> float:
         if 0 < float(text) < float("inf"):
             return float(text)
     raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds above 0")
+
+
+def _part(text: str) -> float:
+    with contextlib.suppress(ValueError):
+        if 0 < float(text) <= 1:
+            return float(text)
+    raise argparse.ArgumentTypeError(f"{text!r} is not a part above 0 and up to 1")
 
 
 def _interval(text: str) -> float:
@@ -474,6 +482,27 @@ CELL = Command(
             _FLAG,
         ),
         Argument(
+            ("--precision",),
+            "what the model's operations compute in (fp32); parameters stay float32, fp16 scales the loss",
+            PRECISIONS,
+        ),
+        Argument(
+            ("--fp16-layers",),
+            "only these layers compute in 16 bits: names, types or patterns, such as conv,attention,encoder.0",
+            settings={"metavar": "LAYERS"},
+        ),
+        Argument(
+            ("--activation-checkpointing",),
+            "compute the model's blocks, or these layers, again in the backward pass, in place of keeping them",
+            settings={"metavar": "LAYERS", "nargs": "?", "const": True},
+        ),
+        Argument(("--memory-pooling",), "let a GPU's pool of memory grow in place", "", _FLAG),
+        Argument(
+            ("--gpu-memory-fraction",),
+            "which part of its GPU's memory a worker may take, above 0 and up to 1",
+            settings={"type": _part, "metavar": "PART"},
+        ),
+        Argument(
             ("--checkpoint",),
             "write checkpoints of the training into a directory, the last one at the end",
             "directory",
@@ -526,6 +555,7 @@ _OPTIONS = {
     "data_parallel": (
         *("sync_frequency", "mode", "accumulate", "fusion_buffer_size"),
         *("checkpoint", "checkpoint_every", "keep", "resume"),
+        *("precision", "activation_checkpointing", "memory_pooling", "gpu_memory_fraction"),
     )
 }
 
@@ -565,6 +595,8 @@ def parse_cell(words: Sequence[str]) -> CellOptions:
         _check_identifier(role, getattr(given, role))
     if given.checkpoint is None and (given.checkpoint_every or given.keep or given.resume):
         raise UsageError("--checkpoint-every, --keep and --resume need --checkpoint DIR.")
+    given.precision = _precision(given)
+    given.activation_checkpointing = _words(given.activation_checkpointing)
     options = {option: getattr(given, option) for option in _OPTIONS[name]}
     strategy = STRATEGIES[name](
         **{option: value for option, value in options.items() if value is not None},
@@ -579,6 +611,18 @@ def parse_cell(words: Sequence[str]) -> CellOptions:
         sync_batchnorm=not given.no_sync_batchnorm,
     )
     return CellOptions(spec, given.targets, given.verify or 0, given.background)
+
+
+def _precision(given: argparse.Namespace) -> Precision | None:
+    """Return what ``--precision`` and ``--fp16-layers`` ask for together."""
+    if given.precision is None and given.fp16_layers is None:
+        return None
+    return Precision(given.precision or "fp16", _words(given.fp16_layers))
+
+
+def _words(given: str | bool | None) -> Any:
+    """Return the words of a list with commas; what is no text stays."""
+    return given.split(",") if isinstance(given, str) else given
 
 
 def _refuse_without_strategy(given: argparse.Namespace) -> None:
