@@ -16,6 +16,8 @@ from collections.abc import Coroutine
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
+import psutil
+
 from openclaw_nb.core.errors import OpenClawError, ReleasedError
 from openclaw_nb.engine import preload, variables
 from openclaw_nb.engine.cell import CellRunner, Outcome
@@ -80,6 +82,7 @@ class Agent:
         self._pace = Pace()
         self._introduced: dict[str, Any] = {}
         self._captured = False
+        self._bytes_at_start = self._bytes_at_cell = 0
         self._beater: threading.Thread | None = None
         self._lock = threading.Lock()
 
@@ -130,6 +133,7 @@ class Agent:
             self._service.form(command)
             self._settle()
         self._introduce()
+        self._bytes_at_start = self._bytes_at_start or psutil.Process().memory_info().rss
         return Done(value={"backend": self._service.transport, "pid": os.getpid()})
 
     def _settle(self) -> None:
@@ -196,6 +200,7 @@ class Agent:
 
     def _begin(self, command: RunCell, regrouper: CellRegrouper | None) -> None:
         service = self._service
+        self._bytes_at_cell = psutil.Process().memory_info().rss
         with self._lock:
             self._running, self._regrouper = command, regrouper
             self._released = ""
@@ -221,6 +226,7 @@ class Agent:
     ) -> Reply:
         try:
             outcome, report = await work
+            outcome = self._explained(command, outcome)
         finally:
             with self._lock:
                 self._running = self._regrouper = None
@@ -237,6 +243,16 @@ class Agent:
             interrupted=isinstance(outcome.error, KeyboardInterrupt),
             value=value,
         )
+
+    def _explained(self, command: RunCell, outcome: Outcome) -> Outcome:
+        """Add what used the memory to an error that says it ran out."""
+        if outcome.error is None:
+            return outcome
+        from openclaw_nb.engine.memory.explain import explained
+        from openclaw_nb.engine.memory.usage import Baseline
+
+        baseline = Baseline(self._bytes_at_start or self._bytes_at_cell, self._bytes_at_cell)
+        return explained(outcome, command.strategy, baseline, self._service.rank, self._service.world_size)
 
     def _show_pages(self) -> None:
         """Show what ``?`` and ``%page`` would open in a pager."""

@@ -23,6 +23,7 @@ from openclaw_nb.protocol.messages import StrategySpec
 from openclaw_nb.strategies import STRATEGIES, canonical_strategy
 from openclaw_nb.strategies.data_parallel import MODES
 from openclaw_nb.strategies.pipeline import SCHEDULES
+from openclaw_nb.strategies.precision import PRECISIONS
 
 
 @dataclass(frozen=True)
@@ -147,6 +148,13 @@ def _seconds(text: str) -> float:
         if 0 < float(text) < float("inf"):
             return float(text)
     raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds above 0")
+
+
+def _part(text: str) -> float:
+    with contextlib.suppress(ValueError):
+        if 0 < float(text) <= 1:
+            return float(text)
+    raise argparse.ArgumentTypeError(f"{text!r} is not a part above 0 and up to 1")
 
 
 def _interval(text: str) -> float:
@@ -474,6 +482,27 @@ CELL = Command(
             "let loaders pin no memory, to save some of the host's",
             "",
             _FLAG,
+        ),
+        Argument(
+            ("--precision",),
+            "what the model's operations compute in (fp32); parameters stay float32, fp16 scales the loss",
+            PRECISIONS,
+        ),
+        Argument(
+            ("--fp16-layers",),
+            "only these layers compute in 16 bits: names, types or patterns, such as conv,attention,encoder.0",
+            settings={"metavar": "LAYERS"},
+        ),
+        Argument(
+            ("--activation-checkpointing",),
+            "compute the model's blocks, or these layers, again in the backward pass, in place of keeping them",
+            settings={"metavar": "LAYERS", "nargs": "?", "const": True},
+        ),
+        Argument(("--memory-pooling",), "let a GPU's pool of memory grow in place", "", _FLAG),
+        Argument(
+            ("--gpu-memory-fraction",),
+            "which part of its GPU's memory a worker may take, above 0 and up to 1",
+            settings={"type": _part, "metavar": "PART"},
         ),
         Argument(
             ("--checkpoint",),

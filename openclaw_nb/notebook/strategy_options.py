@@ -11,6 +11,7 @@ from typing import Any
 
 from openclaw_nb.core.errors import UsageError
 from openclaw_nb.strategies import STRATEGIES
+from openclaw_nb.strategies.precision import Precision
 from openclaw_nb.strategies.tensor_parallel import parse_plan
 
 # What is said of batches, losses and BatchNorm where each rank has a part of each batch.
@@ -20,11 +21,13 @@ _BATCHES = (
 )
 # What is not in a description, but in what every strategy cell is told.
 _OF_CELLS = ("split", "reduction", "no_sync_batchnorm")
+_TOGETHER = ("precision", "fp16_layers")
 _TAKES: Mapping[str, tuple[str, ...]] = {
     "data_parallel": (
         *_BATCHES,
         *("mode", "fusion_buffer_size"),
         *("checkpoint", "checkpoint_every", "keep", "resume"),
+        *("precision", "fp16_layers", "activation_checkpointing", "memory_pooling", "gpu_memory_fraction"),
     ),
     "sharded": (*_BATCHES, "shard_layers", "no_reshard_after_forward"),
     "tensor_parallel": (*_BATCHES, "tp", "tp_plan"),
@@ -78,9 +81,9 @@ def describe(name: str, given: argparse.Namespace) -> Any:
     UsageError
         For a value that cannot be.
     """
-    described: dict[str, Any] = {}
+    described: dict[str, Any] = _read_precision(given) if "precision" in _TAKES[name] else {}
     for option in _TAKES[name]:
-        if _is_given(given, option) and option not in _OF_CELLS:
+        if _is_given(given, option) and option not in (*_OF_CELLS, *_TOGETHER):
             value = getattr(given, option)
             described |= _READ[option](value) if option in _READ else {option: value}
     return STRATEGIES[name](**described)
@@ -89,6 +92,14 @@ def describe(name: str, given: argparse.Namespace) -> Any:
 def _is_given(given: argparse.Namespace, option: str) -> bool:
     value = getattr(given, option)
     return value is not None and value is not False
+
+
+def _read_precision(given: argparse.Namespace) -> dict[str, Any]:
+    """Read what ``--precision`` and ``--fp16-layers`` ask for together."""
+    if given.precision is None and given.fp16_layers is None:
+        return {}
+    layers = None if given.fp16_layers is None else given.fp16_layers.split(",")
+    return {"precision": Precision(given.precision or "fp16", layers)}
 
 
 def _read_stages(text: str) -> dict[str, Any]:
@@ -104,6 +115,9 @@ def _read_stages(text: str) -> dict[str, Any]:
 # How an option is read into fields of a description, where it is not one by itself.
 _READ: Mapping[str, Callable[[Any], dict[str, Any]]] = {
     "no_memory_pinning": lambda _: {"memory_pinning": False},
+    "activation_checkpointing": lambda layers: {
+        "activation_checkpointing": layers.split(",") if isinstance(layers, str) else layers
+    },
     "no_reshard_after_forward": lambda _: {"reshard_after_forward": False},
     "stages": _read_stages,
     "dp": lambda degree: {"data_parallel_degree": degree},

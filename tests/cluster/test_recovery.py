@@ -266,3 +266,14 @@ def test_100_kills_at_random_moments(lab: Lab, pair: Lab) -> None:
         killed_at_random(pair if one else lab, 2 if one else 4, 1, dice)
     for _ in range(30):
         killed_at_random(lab, 4, 2, dice)
+
+
+@pytest.mark.parametrize("place", ["in backward", pytest.param("backward", marks=pytest.mark.soak)])
+def test_a_loss_scale_is_taken_over_with_the_rest(pair: Lab, place: str) -> None:
+    """A scale of 2**16 changes no bit of float32, and tanh is left in it: the result is as without."""
+    options = {"precision": {"name": "fp16", "layers": ["tanh"], "scaler": "dynamic"}}
+    asked = "\nfrom openclaw_nb.engine.precision import scale\nheld = scale._known[model].state_dict()"
+    result = train(pair, 2, place, {7: 0}, SCHEDULED, LOOP + asked, options=options)
+    check(pair, result, expected_state(SCHEDULED, LOOP), [1])
+    held = pair.pull("held", 1)
+    assert (held["scale"], held["_growth_tracker"]) == (2.0**16, 15)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +11,7 @@ from openclaw_nb.core.errors import GroupError, unknown_name
 from openclaw_nb.engine.group.ranks import Ranks
 from openclaw_nb.engine.group.service import GroupService
 from openclaw_nb.engine.group.unfinished import Unfinished
+from openclaw_nb.engine.memory.limits import has_gpu, memory_limited
 from openclaw_nb.engine.parallel.base import CellContext, Strategy
 from openclaw_nb.engine.parallel.data import DataParallel
 from openclaw_nb.engine.parallel.hybrid import HybridParallel
@@ -22,6 +23,7 @@ from openclaw_nb.engine.reentry.loops import Loops
 from openclaw_nb.engine.steps.continuity import Continuity, Regrouper
 from openclaw_nb.engine.steps.measure import Publisher
 from openclaw_nb.protocol.messages import StrategySpec
+from openclaw_nb.strategies.memory import Memory
 
 STRATEGIES: dict[str, type[Strategy]] = {
     "data_parallel": DataParallel,
@@ -127,7 +129,9 @@ def strategy_context(
         ranks, spec, source, namespace, publisher, notes, continuity, loops, gate, leave_unfinished
     )
     strategy = strategy_class(context)
+    limits = ExitStack()
     try:
+        limits.enter_context(memory_limited(Memory.told(spec.options), notes, has_gpu=has_gpu()))
         if gate is not None:
             gate.strategy = strategy
         if gate is not None and crossing is not None and crossing.is_newcomer:
@@ -137,5 +141,6 @@ def strategy_context(
         yield Prepared(strategy, gate)
     finally:
         strategy.exit()
+        limits.close()
         if gate is not None:
             gate.close()

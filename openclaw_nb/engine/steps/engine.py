@@ -34,6 +34,8 @@ from openclaw_nb.engine.loss import votes
 from openclaw_nb.engine.loss.record import LossKind, Recorder, map_tensors, untrack_tree
 from openclaw_nb.engine.loss.votes import KindCache, Told, Vote
 from openclaw_nb.engine.objects.find import Objects
+from openclaw_nb.engine.precision.agreement import agree_on_overflow
+from openclaw_nb.engine.precision.scaling import Unscaled
 from openclaw_nb.engine.steps import randomness, state
 from openclaw_nb.engine.steps.continuity import Continuity
 from openclaw_nb.engine.steps.loaders import Slice
@@ -137,6 +139,8 @@ class StepEngine:
         Whether newcomers wait, and whether ranks are to leave, as all ranks know alike.
     at_rest : callable
         Called between batches, when the state is that of all batches so far: the same on all ranks.
+    scaling : Unscaled
+        What backward passes are scaled by.
     """
 
     def __init__(
@@ -173,6 +177,7 @@ class StepEngine:
         self._handles: list[Any] = []
         self.notes: list[str] = []
         self.at_rest: Callable[[], None] = lambda: None
+        self.scaling = Unscaled()
         self._reducer: GradientReducer
         self._continuity.start(self._renew)
 
@@ -198,7 +203,19 @@ class StepEngine:
                 hold_while(LRScheduler, ("step",), self._holds_schedule),
                 hold_while(torch.amp.GradScaler, ("step", "update", "unscale_"), self._holds_scale),
             ]
+        self._agree_on_overflows()
         self._clock.restart()
+
+    def _agree_on_overflows(self) -> None:
+        """Let scalers of the cell skip a step on all ranks, also when the cell itself has changed a gradient on one.
+
+        What is in the summed gradients they find alike. Where the cell may go on without a rank that is all: one more
+        operation of all ranks in each step would have an outcome that a survivor could miss.
+        """
+        if self._continuity.is_possible or self._ranks.size == 1:
+            return
+        scalers = [each for each in self._objects.scalers.values() if each.is_enabled()]
+        self._hold_back += [agree_on_overflow(each, self._ranks.gather) for each in scalers]
 
     def _on_step(self, *_: Any) -> None:
         self._has_unused = False
@@ -216,8 +233,8 @@ class StepEngine:
     def uninstall(self) -> None:
         """Leave every object as it was; the engine may be installed again."""
         torch.autograd.backward, torch.autograd.grad = self._backward, self._grad
-        for undo in self._hold_back:
-            undo()
+        while self._hold_back:
+            self._hold_back.pop()()
         for handle in self._handles:
             handle.remove()
         self._handles = []
@@ -462,7 +479,8 @@ class StepEngine:
         self._recorder.clear()  # from here on the cell's tensors are plain ones again
         self._check_window()
         boundary = self._window.is_boundary
-        given = times(grad_tensors, root, self._window.weigh(self._num_global()))
+        self.scaling.begin(self._reducer.parameters)
+        given = times(grad_tensors, root, self._window.weigh(self._num_global()) * self.scaling.factor)
         self._weight = self._weight_of(vote.kind)
         try:
             if boundary:
@@ -564,6 +582,7 @@ class StepEngine:
             self._reducer.drop_gradients()
             raise
         self._reducer.set_gradients()
+        self.scaling.end(self._reducer.parameters)
         own = float(root.detach())
         for scalar, value in votes.global_values(total, vote) if self._splitter is None else ():
             scalar.data.fill_(value)

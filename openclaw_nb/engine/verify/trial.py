@@ -27,6 +27,7 @@ from openclaw_nb.engine.group.ranks import Ranks
 from openclaw_nb.engine.loss.record import map_tensors
 from openclaw_nb.engine.objects.find import Objects, find_objects
 from openclaw_nb.engine.objects.names import cell_names
+from openclaw_nb.engine.precision.plain import single_device
 from openclaw_nb.engine.steps import batchnorm
 from openclaw_nb.engine.steps.common import make_common
 from openclaw_nb.engine.steps.loaders import MergedBatches, twin
@@ -35,6 +36,7 @@ from openclaw_nb.engine.verify.draws import Draws
 from openclaw_nb.engine.verify.records import DIGEST_BYTES, Step, StepRecorder, StepsDone
 from openclaw_nb.engine.verify.snapshot import Snapshot
 from openclaw_nb.protocol.messages import StrategySpec
+from openclaw_nb.strategies.precision import Precision
 
 Run = Callable[[contextlib.AbstractContextManager[None]], Awaitable[Outcome]]
 """Runs the cell with the context entered last, just around the cell's own code."""
@@ -129,7 +131,7 @@ class Verifier:
         if self._ranks.rank == 0:
             draws = Draws(self._objects.models)
             with draws.watching():
-                outcome, single = await self._record(self._run, merged=True)
+                outcome, single = await self._record_in_precision()
             start.restore()
             problem = _problem(outcome, single)
             if not problem and draws.layers:
@@ -182,6 +184,16 @@ class Verifier:
                     f"{' and '.join(apart)} under the strategy than on a single device{calls}, as it draws by the "
                     "number of samples that a rank has. Switch that off for the trial, or use --split model."
                 )
+
+    async def _record_in_precision(self) -> tuple[Outcome, list[Step]]:
+        """Run the cell on a single device that computes as the strategy's ranks do."""
+        found, precision = self._objects, Precision.told(self._trial.spec.options)
+        has_scaler = any(scaler.is_enabled() for scaler in found.scalers.values())
+        with single_device(
+            precision, found.models, found.optimizers, is_trial=True, has_scaler=has_scaler
+        ) as applied:
+            self._coarsest = max(self._coarsest, applied.dtype, key=lambda dtype: torch.finfo(dtype).eps)
+            return await self._record(self._run, merged=True)
 
     async def _record(self, run: Run, *, merged: bool) -> tuple[Outcome, list[Step]]:
         recorder = StepRecorder(self._objects.models, self._trial.num_steps, values=self._ranks.rank == 0)

@@ -137,6 +137,21 @@ def test_a_strategy_cell() -> None:
     assert (
         kept.options | {"checkpoint": "my runs/a", "checkpoint_every": "100,300s", "keep": 2} == kept.options
     )
+    saving = cell(
+        "-s data --fp16-layers conv,head.0 --activation-checkpointing --memory-pooling --gpu-memory-fraction 0.7"
+    ).strategy
+    assert saving is not None
+    told = {
+        "precision": {"name": "fp16", "layers": ["conv", "head.0"], "scaler": "dynamic"},
+        "activation_checkpointing": True,
+        "memory_pooling": True,
+        "gpu_memory_fraction": 0.7,
+    }
+    assert saving.options | told == saving.options
+    named = cell("-s data --precision bf16 --activation-checkpointing body.0,body.1").strategy
+    assert (
+        named == DataParallelStrategy(precision="bf16", activation_checkpointing=["body.0", "body.1"]).spec()
+    )
     assert [cell(line).background for line in ("-t 0", "--background", "--background run")] == [
         None,
         "",
@@ -188,6 +203,10 @@ def test_cells_of_a_model_in_stages() -> None:
         ),
         ("--background a-b", "--background takes a name for the handle, not 'a-b'"),
         ("--no-memory-pinning", "--no-memory-pinning needs a strategy"),
+        ("--precision bf16", "--precision needs a strategy"),
+        ("-s data --precision fp17", "Did you mean 'fp16'?"),
+        ("-s data --precision fp32 --fp16-layers conv", "Layers in fp32 are what they are"),
+        ("-s data --gpu-memory-fraction 1.5", "'1.5' is not a part above 0 and up to 1"),
         ("--no-sync-batchnorm", "--no-sync-batchnorm needs a strategy"),
         ("print(1)", "does not take 'print(1)'"),
     ],
