@@ -20,6 +20,7 @@ from openclaw_nb.plan.predict.model import Choice, Prediction, divisors
 from openclaw_nb.plan.predict.profile import Profile, read_profile
 from openclaw_nb.plan.predict.rank import Ranked, rank
 from openclaw_nb.protocol.messages import Profiling, StrategySpec
+from openclaw_nb.strategies import STRATEGIES
 
 PROFILED_STEPS = 8
 """How many steps are timed each time when nothing else is said."""
@@ -102,19 +103,24 @@ class Plan:
         prediction = ranked.prediction
         choice = prediction.choice
         named = choice.strategy, choice.degrees, str(choice.num_workers)
-        measured = self.measured.get(choice)
         if prediction.step_seconds == float("inf"):
             return (*named, *["-"] * 6, ranked.reason)
         return (
             *named,
             milliseconds(prediction.step_seconds),
-            "-" if measured is None else milliseconds(measured),
+            self._measured_text(choice),
             f"{self.profile.batch_size / prediction.step_seconds:,.0f}",
             f"{prediction.efficiency:.0%}",
             f"{prediction.bubble:.0%}" if choice.pipeline > 1 else "-",
             size_text(prediction.memory_bytes),
             ranked.reason,
         )
+
+    def _measured_text(self, choice: Choice) -> str:
+        if choice in self.measured:
+            return milliseconds(self.measured[choice])
+        can_run = choice.num_workers == 1 or choice.strategy in STRATEGIES
+        return "-" if can_run else "not measured here"
 
     def _notes(self) -> tuple[str, ...]:
         profile = self.profile
@@ -123,6 +129,9 @@ class Plan:
             for count in sorted(profile.together)
         ]
         notes = [f"Forward and backward take {', '.join(shared)}."] if shared else []
+        named = {ranked.prediction.choice.strategy for ranked in self.ranked}
+        if listed := ", ".join(sorted(named - {"single device", *STRATEGIES})):
+            notes.append(f"Predicted only, as this version does not run them: {listed}.")
         notes.append("Measured is what has run since; all else is predicted. A step is one global batch.")
         return tuple(notes)
 

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import time
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from openclaw_nb.cluster.planning import Plan
-from openclaw_nb.core.errors import RefusedError, RemoteCellError
+from openclaw_nb.cluster.planning import Plan, milliseconds
+from openclaw_nb.core.errors import RefusedError, RemoteCellError, UsageError
+from openclaw_nb.notebook import options
+from openclaw_nb.notebook.cellrun import CellRequest
+from openclaw_nb.notebook.verbs import HANDLERS, Context
 from openclaw_nb.plan.predict.model import Choice
 from openclaw_nb.protocol.messages import StrategySpec
+from openclaw_nb.strategies import STRATEGIES
 
 from .conftest import HANG_SECONDS, Lab
 from .test_data_parallel import LOOP
@@ -52,9 +57,9 @@ assert not globals().keys() & {"x", "losses"}, "variables are left"
 """
 
 
-def plan(lab: Lab, setup: str = SETUP, loop: str = LOOP, **options: Any) -> Plan:
+def plan(lab: Lab, setup: str = SETUP, loop: str = LOOP, **how: Any) -> Plan:
     lab.good(setup, targets=PAIR)
-    return lab.master.plan(loop, targets=PAIR, **{"num_steps": 3, **options})
+    return lab.master.plan(loop, targets=PAIR, **{"num_steps": 3, **how})
 
 
 def test_a_plan_knows_the_layers_and_what_two_workers_bring(lab: Lab) -> None:
@@ -76,8 +81,32 @@ def test_a_plan_knows_the_layers_and_what_two_workers_bring(lab: Lab) -> None:
     assert profile.link(2).all_reduce.latency_seconds > 0
 
 
+def verb(lab: Lab, line: str, cells: dict[int, CellRequest]) -> Plan:
+    command, name, words = options.split_verb(line)
+    assert command is not None
+    session: Any = SimpleNamespace(master=lab.master)
+    context = Context(session, SimpleNamespace(user_ns={}), in_notebook=False, cells=cells)
+    found: Plan = HANDLERS[name](context, command.parse(words))
+    return found
+
+
+def test_the_verb_refuses_what_there_is_no_cell_or_plan_for(lab: Lab) -> None:
+    lab.master.last_plan = None
+    with pytest.raises(UsageError, match="no plan yet"):
+        verb(lab, "plan --last", {})
+    with pytest.raises(UsageError, match="No cell has run under a strategy"):
+        verb(lab, "plan", {})
+    with pytest.raises(UsageError, match=r"Cell 4 has not run under a strategy\. Those that have: 3"):
+        verb(lab, "plan --cell 4", {3: CellRequest(LOOP)})
+    with pytest.raises(UsageError, match="--memory is a size"):
+        verb(lab, "plan --memory much", {3: CellRequest(LOOP)})
+
+
 def test_a_prediction_stands_beside_what_was_measured(lab: Lab) -> None:
-    made = plan(lab)
+    lab.good(SETUP, targets=PAIR)
+    cell = CellRequest(LOOP, 3, PAIR, StrategySpec(name="data_parallel"))
+    made = verb(lab, "plan --steps 3", {3: cell})
+    lab.good(UNCHANGED, targets=PAIR)
     spec = StrategySpec(name="data_parallel")
     timed = f"begin = time.perf_counter()\n{LOOP}\nseconds = time.perf_counter() - begin\n"
     lab.good(timed, strategy=spec, targets=PAIR)
@@ -89,13 +118,17 @@ def test_a_prediction_stands_beside_what_was_measured(lab: Lab) -> None:
     assert predicted.step_seconds == predicted.compute_seconds + predicted.transfer_seconds
     assert seconds >= 4 * 8e-3
     assert made.measured == {Choice("data_parallel", data=2): pytest.approx(seconds)}
+    assert verb(lab, "plan --last", {}) is made
+    (row,) = [row for row in made.table.rows if row[:2] == ("data_parallel", "dp 2")]
+    assert row[4] == milliseconds(seconds)
+    marked = {row[0] for row in made.table.rows if row[4] == "not measured here"}
+    assert marked == {row[0] for row in made.table.rows} - {"single device", *STRATEGIES}
     assert made.take(StrategySpec(name="data_parallel", options={"sync_frequency": 3}), 2, 1.0) is None
 
 
 def test_a_model_that_fits_no_worker_is_split(lab: Lab) -> None:
-    made = plan(
-        lab, memory_bytes=80_000
-    )  # 19 KiB of parameters take four times that with gradients and moments
+    # 19,240 bytes of parameters take four times that with gradients and Adam's moments.
+    made = plan(lab, memory_bytes=70_000)
     assert made.best.choice.strategy not in ("single device", "data_parallel")
     assert "does not fit one device" in made.ranked[0].reason
 
