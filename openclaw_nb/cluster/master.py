@@ -30,6 +30,14 @@ from openclaw_nb.cluster.launch import BACKENDS, SET_ENDED, check_devices, check
 from openclaw_nb.cluster.membership import Membership, Progress
 from openclaw_nb.cluster.ownership import CLUSTER_VARIABLE, end_processes, new_cluster_id
 from openclaw_nb.cluster.pace import Paces
+from openclaw_nb.cluster.planning import (
+    PROFILED_STEPS,
+    Plan,
+    RunProfile,
+    ended_well,
+    make_plan,
+    measure_profile,
+)
 from openclaw_nb.cluster.resize import Resizer
 from openclaw_nb.cluster.run import CellRun, RunResult
 from openclaw_nb.cluster.status import DeviceStatus, StatusReader
@@ -45,7 +53,7 @@ from openclaw_nb.core.table import Table
 from openclaw_nb.plan.chaos import Report, plan_fault
 from openclaw_nb.plan.recovery import check_interval, why_not_elastic
 from openclaw_nb.plan.release import Limits
-from openclaw_nb.protocol.messages import Event, Measured, RunCell, SetPace, StrategySpec
+from openclaw_nb.protocol.messages import Event, Measured, Profiling, RunCell, SetPace, StrategySpec
 
 _STOP_GRACE_SECONDS = 2.0
 _BUSY = "A cell is running on the workers. Wait for it, or stop it (%openclaw interrupt)."
@@ -85,6 +93,8 @@ class MasterNode:
     ----------
     last_run : CellRun or None
         The cell that runs, or ran last.
+    last_plan : Plan or None
+        What `plan` returned last.
     problem : str
         Why the cluster can do nothing any more; "" while it can.
 
@@ -124,6 +134,7 @@ class MasterNode:
         self._exchange: Exchange | None = None
         self._status = StatusReader()
         self._run: CellRun | None = None
+        self.last_plan: Plan | None = None
         self._lock, self._saving = threading.Lock(), threading.Lock()
         self._paces = Paces()
         self._listeners: list[Callable[[Event], None]] = [self._paces.take]
@@ -416,6 +427,7 @@ class MasterNode:
         strategy: StrategySpec | None = None,
         execution_count: int = 0,
         verify_steps: int = 0,
+        profile: Profiling | None = None,
         on_wait: Callable[[str], None] | None = None,
     ) -> CellRun:
         """Run a cell's source on the workers; return at once with the run.
@@ -433,6 +445,9 @@ class MasterNode:
         verify_steps : int
             With a strategy: only try so many steps, on a single device and under the strategy; rank 0's value in the
             result then has a ``certificate``.
+        profile : Profiling, optional
+            With a strategy: only time the plain cell's first steps; rank 0's value in the result then has a
+            ``profile``.
         on_wait : callable, optional
             Told what is waited for when the cluster is not ready at once.
 
@@ -448,19 +463,20 @@ class MasterNode:
                 f"verify_steps is {verify_steps} with {'a' if strategy else 'no'} strategy: give a strategy and at "
                 "least 1 step, or 0 to run the cell."
             )
+        is_trial = bool(verify_steps) or profile is not None
         members = self._members
         self._refuse_while_a_cell_runs()
         members.ensure_ready(on_wait)
         ranks, absent = self._gather_ranks(targets, alone=strategy is not None)
         strategy = self._with_interval(strategy)
         why_not = why_not_elastic(strategy)
-        elastic = self.replaces_workers and not why_not and not verify_steps
-        if strategy is not None and why_not and self._max_retries and not verify_steps:
+        elastic = self.replaces_workers and not why_not and not is_trial
+        if strategy is not None and why_not and self._max_retries and not is_trial:
             members.notes.append(_NO_RECOVERY.format(why=why_not))
         run = self._new_run(ranks, absent, elastic=elastic)
         members.mark_running(run.run_id, ranks.values())
         members.warm_spares()
-        if strategy is not None and not verify_steps:
+        if strategy is not None and not is_trial:
             self._faults.arm(run, strategy, members.workers)
         run.start(
             RunCell(
@@ -469,10 +485,11 @@ class MasterNode:
                 source=source,
                 execution_count=execution_count,
                 strategy=strategy,
-                compare_names=strategy is not None and not verify_steps,
+                compare_names=strategy is not None and not is_trial,
                 verify_steps=verify_steps,
                 elastic=elastic,
                 pace=self._paces.command(run.run_id, shared=elastic),
+                profile=profile,
             )
         )
         return run
@@ -711,6 +728,57 @@ class MasterNode:
             For less than one; else as `add_worker` and `remove_worker`.
         """
         return self._resizer().resize(num_workers)
+
+    # ---------------------------------------------------------------------------------------------- plan
+
+    def plan(
+        self,
+        source: str,
+        *,
+        strategy: StrategySpec | None = None,
+        targets: Sequence[int] | None = None,
+        num_steps: int = PROFILED_STEPS,
+        memory_bytes: int | None = None,
+        run: RunProfile | None = None,
+    ) -> Plan:
+        """Predict a cell's step time, memory and efficiency under every strategy, from a short measured profile.
+
+        The plain cell's first steps are timed on one worker and on several at once; all that it changes is put back.
+
+        Parameters
+        ----------
+        source : str
+            The training cell.
+        strategy : StrategySpec, optional
+            Which model, optimizer and loader it has, where they cannot be found by type.
+        targets : sequence of int, optional
+            The ranks to plan for; all by default.
+        num_steps : int
+            How many steps are timed each time.
+        memory_bytes : int, optional
+            What a worker may use; what it has when not given.
+        run : callable, optional
+            Runs one part of the profile and returns how it ended, well; `run_cell` when not given.
+
+        Returns
+        -------
+        Plan
+            All choices, the best first; displays well. Also kept as ``last_plan``.
+
+        Raises
+        ------
+        OpenClawError
+            When the cell cannot be tried, or fails.
+        """
+        spec = strategy or StrategySpec(name="data_parallel")
+        ranks = list(self._members.all_ranks()) if targets is None else list(targets)
+
+        def plainly(ranks: Sequence[int], asked: Profiling) -> RunResult:
+            return ended_well(self.run_cell(source, strategy=spec, targets=ranks, profile=asked).wait())
+
+        profile = measure_profile(run or plainly, ranks, num_steps)
+        self.last_plan = make_plan(profile, len(ranks), memory_bytes)
+        return self.last_plan
 
     # ------------------------------------------------------------------------------------------- balance
 

@@ -37,6 +37,7 @@ from openclaw_nb.protocol.messages import (
     ListModules,
     Locate,
     Meet,
+    Profiling,
     Recall,
     ReceiveVariables,
     Regroup,
@@ -267,6 +268,8 @@ class Agent:
             return outcome, {}
         if command.verify_steps:
             return await self._verify(command, command.strategy)
+        if command.profile is not None:
+            return await self._profile(command, command.strategy, command.profile)
         return await self._train(command, command.strategy)
 
     async def _go_in(self, command: RunCell, regrouper: CellRegrouper) -> tuple[Outcome, dict[str, Any]]:
@@ -329,6 +332,24 @@ class Agent:
                 trial = Trial(command.source, spec, command.verify_steps)
                 verifier = Verifier(trial, ranks_of(self._service), namespace, run, run_parallel)
                 return await verifier.verify()
+        except (OpenClawError, RuntimeError) as error:
+            return Outcome(error, traceback.format_exception(error)), {}
+
+    async def _profile(
+        self, command: RunCell, spec: StrategySpec, asked: Profiling
+    ) -> tuple[Outcome, dict[str, Any]]:
+        """Time the plain cell's first steps, on all workers of the group at once."""
+        from openclaw_nb.engine.parallel.registry import ranks_of
+        from openclaw_nb.engine.profile.trial import Profiler
+
+        async def run(timing: AbstractContextManager[None]) -> Outcome:
+            with timing:
+                return await self._runner.run(command.source, command.execution_count)
+
+        try:
+            with self.outbox.muted():
+                ranks, namespace = ranks_of(self._service), self._shell.user_ns
+                return await Profiler(command.source, spec, asked, ranks, namespace, run).profile()
         except (OpenClawError, RuntimeError) as error:
             return Outcome(error, traceback.format_exception(error)), {}
 

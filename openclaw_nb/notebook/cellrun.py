@@ -23,7 +23,7 @@ from openclaw_nb.notebook.failure import cell_error, waiting_text
 from openclaw_nb.notebook.live import LiveOutput, SlotSink, TextSink
 from openclaw_nb.notebook.resilience import resilience_table
 from openclaw_nb.notebook.targets import Place
-from openclaw_nb.protocol.messages import Measured, StrategySpec
+from openclaw_nb.protocol.messages import Measured, Profiling, StrategySpec
 
 _TICK_SECONDS = 0.1
 _FIRST_DRAWING_SECONDS = 0.1
@@ -41,6 +41,7 @@ class CellRequest:
     targets: Sequence[int] | None = None
     strategy: StrategySpec | None = None
     verify_steps: int = 0
+    profile: Profiling | None = None
 
 
 @dataclass(frozen=True)
@@ -149,6 +150,7 @@ def _begin(master: MasterNode, request: CellRequest, output: LiveOutput) -> Cell
             strategy=request.strategy,
             execution_count=request.execution_count,
             verify_steps=request.verify_steps,
+            profile=request.profile,
             on_wait=on_wait,
         )
     except BaseException:

@@ -66,6 +66,7 @@ class OpenClawMagics(Magics):
 
     def _run(self, given: options.CellOptions, line: str, cell: str) -> Any:
         from openclaw_nb.notebook import cellrun, source
+        from openclaw_nb.notebook.plan import measured_beside
         from openclaw_nb.notebook.targets import resolve_targets
 
         context = self._context()
@@ -91,6 +92,9 @@ class OpenClawMagics(Magics):
         finally:
             if given.strategy is not None and self._in_notebook:
                 _show_figure(context.session.monitor, master)
+        beside = measured_beside(master, context.session.monitor, given.strategy)
+        if beside:
+            _tell(beside)
         return None
 
     def _run_in_background(self, context: Any, request: Any, name: str) -> Any:

@@ -264,6 +264,28 @@ VERBS: dict[str, Command] = {
                 ),
             ),
         ),
+        (
+            "plan",
+            "Predict a cell's step time, memory and efficiency under each strategy, from a short profile of it.",
+            (
+                Argument(
+                    ("--steps",),
+                    "how many steps are timed each time (8)",
+                    settings={"type": _count, "metavar": "K", "default": 8},
+                ),
+                Argument(
+                    ("--cell",),
+                    "the number of the cell; the last strategy cell when not given",
+                    settings={"type": _count, "metavar": "N"},
+                ),
+                Argument(
+                    ("--memory",),
+                    "plan for workers that may use so much, such as 8GB (what they have)",
+                    settings={"metavar": "SIZE"},
+                ),
+                Argument(("--last",), "show the last plan again, with what was measured since", "", _FLAG),
+            ),
+        ),
         ("plot", "Show the figures of the last strategy cell, and return them.", ()),
         (
             "auto",

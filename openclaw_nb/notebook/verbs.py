@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from openclaw_nb.core.errors import UsageError
+from openclaw_nb.core.text import parse_size
 from openclaw_nb.notebook import transfer
 from openclaw_nb.notebook.cellrun import CellRequest, places_of
 from openclaw_nb.notebook.progress import ProgressBar
@@ -23,6 +24,7 @@ from openclaw_nb.strategies import STRATEGIES, canonical_strategy
 
 if TYPE_CHECKING:
     from openclaw_nb.cluster.master import MasterNode
+    from openclaw_nb.cluster.planning import Plan
     from openclaw_nb.notebook.certificate import Certificate
     from openclaw_nb.notebook.figures import RunFigures
 
@@ -97,6 +99,20 @@ def _verify(context: Context, options: argparse.Namespace) -> Certificate:
         if request.strategy is None or request.strategy.name != name:
             request = replace(request, strategy=STRATEGIES[name]().spec())
     return verify(context.session.master, request, options.steps, context.shell.user_ns)
+
+
+def _plan(context: Context, options: argparse.Namespace) -> Plan:
+    from openclaw_nb.notebook.plan import plan
+
+    master = context.session.master
+    if options.last:
+        if master.last_plan is None:
+            raise UsageError("There is no plan yet: %openclaw plan makes one of the last strategy cell.")
+        return master.last_plan
+    request = _cell_to_verify(context.cells, options.cell)
+    memory = None if options.memory is None else parse_size(options.memory, "--memory")
+    with context.bar("Measuring") as bar:
+        return plan(master, request, options.steps, context.shell.user_ns, memory, bar)
 
 
 def _cell_to_verify(cells: Mapping[int, CellRequest], number: int | None) -> CellRequest:
@@ -280,6 +296,7 @@ HANDLERS: dict[str, Callable[[Context, argparse.Namespace], Any]] = {
     "devices": _devices,
     "panel": _panel,
     "verify": _verify,
+    "plan": _plan,
     "plot": _plot,
     "auto": _auto,
     "attach": _attach,

@@ -68,10 +68,23 @@ class SetPace:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Profiling:
+    """What a cell's profile is to measure: so many steps, with batches divided into so many ``parts``, one by one.
+
+    ``num_sharing`` is how many workers share the host's memory when the cell trains.
+    """
+
+    num_steps: int
+    parts: list[int]
+    num_sharing: int = 1
+
+
+@dataclass(frozen=True, kw_only=True)
 class RunCell:
     """Run one cell's source on this worker.
 
     With ``verify_steps``, its first steps are only tried, on a single device and under the strategy, and compared.
+    With ``profile``, they are only timed, as the plain cell, without the strategy.
     With ``elastic``, it goes on in another group when ranks go or come (`Regroup`). ``pace`` is how it begins.
     """
 
@@ -84,6 +97,7 @@ class RunCell:
     verify_steps: int = 0
     elastic: bool = False
     pace: SetPace | None = None
+    profile: Profiling | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

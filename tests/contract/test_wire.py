@@ -28,6 +28,7 @@ from openclaw_nb.protocol.messages import (
     Locate,
     Measured,
     Meet,
+    Profiling,
     Recall,
     ReceiveVariables,
     Regroup,
@@ -48,7 +49,8 @@ WIRE = {
     "FormGroup": (
         "epoch rank world_size store_host store_port backend timeout_seconds directory search_path"
     ),
-    "RunCell": "run_id epoch source execution_count strategy= compare_names= verify_steps= elastic= pace=",
+    "RunCell": "run_id epoch source execution_count strategy= compare_names= verify_steps= elastic= pace= profile=",
+    "Profiling": "num_steps parts num_sharing=",
     "SetPace": "run_id speeds= continuous= slowdowns=",
     "SendVariables": "names path",
     "ReceiveVariables": "path",
@@ -93,6 +95,7 @@ FORM = FormGroup(
     search_path=["", "/home/me"],
 )
 PACE = SetPace(run_id="r-1", speeds={"0": 100.5, "1": 33.5}, continuous=True, slowdowns={"1": 3.0})
+PROFILING = Profiling(num_steps=5, parts=[1, 4], num_sharing=4)
 EXAMPLES = [
     SPEC,
     FORM,
@@ -139,6 +142,8 @@ EXAMPLES = [
     Measured(
         worker=0, run_id="r-1", seq=1, at=1.5, steps=3, samples=96, loss=None, seconds={"computing": 0.5}
     ),
+    PROFILING,
+    RunCell(run_id="r-4", epoch=3, source="", execution_count=0, strategy=SPEC, profile=PROFILING),
 ]
 
 

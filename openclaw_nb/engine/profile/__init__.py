@@ -1,0 +1,1 @@
+"""A short profile of a cell, on copies: what predictions of its strategies are made from."""

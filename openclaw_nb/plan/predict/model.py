@@ -1,0 +1,327 @@
+"""Step time, memory, bubble and efficiency of a strategy and its degrees.
+
+One worker's part of the work is taken through the three axes of a mesh::
+
+    data      a part of the batch          gradients are summed (or sharded: gathered and scattered)
+    pipeline  a part of the layers         outputs go to the next stage, their gradients back
+    tensor    a part of each layer         outputs and input gradients are summed, a pair of layers each
+
+Where workers share cores, each part takes `Profile.contention` times what it takes alone.
+
+Sources beside those in `cost`: memory of sharded training, Rajbhandari et al., "ZeRO: Memory Optimizations Toward
+Training Trillion Parameter Models", SC 2020, and Zhao et al., "PyTorch FSDP", VLDB 2023; messages of tensor parallel
+layers, Shoeybi et al., "Megatron-LM", 2019: one all-reduce forward and one backward for each pair of split layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+from openclaw_nb.plan.predict.cost import bubble
+from openclaw_nb.plan.predict.profile import Layer, Profile
+
+BUCKET_BYTES = 25 * 1024 * 1024
+_GATHERED_UNITS = 2  # FSDP gathers the next unit while one computes
+
+
+@dataclass(frozen=True, order=True)
+class Choice:
+    """A strategy and its degrees: ``data`` × ``pipeline`` × ``tensor`` workers, ``microbatches`` a step."""
+
+    strategy: str
+    data: int = 1
+    pipeline: int = 1
+    tensor: int = 1
+    microbatches: int = 1
+
+    @property
+    def num_workers(self) -> int:
+        """How many workers it takes."""
+        return self.data * self.pipeline * self.tensor
+
+    @property
+    def degrees(self) -> str:
+        """The degrees in words."""
+        parts = [f"{short} {n}" for short, n in self._named if n > 1]
+        if self.microbatches > 1:
+            parts.append(f"{self.microbatches} micro-batches")
+        return ", ".join(parts) or "1 worker"
+
+    @property
+    def _named(self) -> list[tuple[str, int]]:
+        return [("dp", self.data), ("pp", self.pipeline), ("tp", self.tensor)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prediction:
+    """What is expected of a choice.
+
+    Attributes
+    ----------
+    choice : Choice
+        The strategy and its degrees.
+    step_seconds, compute_seconds, transfer_seconds : float
+        Of one step; ``compute_seconds`` with the bubble.
+    memory_bytes : int
+        Parameters, gradients, optimizer state and what is kept for the backward pass, of the worker that has most.
+    bubble : float
+        The idle part of a pipeline, 0 to 1.
+    efficiency : float
+        How many times as fast as one worker, by the number of workers.
+    problem : str
+        Why it cannot be run; "" when it can.
+    """
+
+    choice: Choice
+    step_seconds: float
+    compute_seconds: float
+    transfer_seconds: float
+    memory_bytes: int
+    bubble: float = 0.0
+    efficiency: float = 0.0
+    problem: str = ""
+
+
+def choices(num_workers: int, batch_size: int) -> Iterator[Choice]:
+    """Yield every strategy and degree that takes all of so many workers, or a divisor of them, once each."""
+    yield Choice("single device")
+    for count in divisors(num_workers)[1:]:
+        yield Choice("data_parallel", data=count)
+        yield Choice("sharded", data=count)
+        yield Choice("tensor_parallel", tensor=count)
+        yield Choice("model_parallel", pipeline=count)
+        for parts in _microbatches(count, batch_size):
+            yield Choice("pipeline", pipeline=count, microbatches=parts)
+        for data in divisors(count):
+            for stages in divisors(count // data):
+                tensor = count // data // stages
+                if sum(degree > 1 for degree in (data, stages, tensor)) < 2:
+                    continue
+                several = _microbatches(stages, batch_size // data) if stages > 1 else []
+                for parts in several or [1]:
+                    yield Choice("hybrid_parallel", data, stages, tensor, parts)
+
+
+def divisors(number: int) -> list[int]:
+    """Return the divisors in rising order."""
+    return [n for n in range(1, number + 1) if number % n == 0]
+
+
+def _microbatches(num_stages: int, batch_size: int) -> list[int]:
+    """Return one, two and four micro-batches a stage, where the batch can be divided so."""
+    return [n for n in (num_stages, 2 * num_stages, 4 * num_stages) if n <= batch_size and not batch_size % n]
+
+
+def cut(weights: Sequence[float], num_parts: int) -> list[tuple[int, int]]:
+    """Return half-open ranges that cut a chain into parts so that the heaviest is as light as can be.
+
+    Examples
+    --------
+    >>> cut([3.0, 1.0, 1.0, 1.0], 2)
+    [(0, 1), (1, 4)]
+    """
+    count = len(weights)
+    sums = [0.0]
+    for weight in weights:
+        sums.append(sums[-1] + weight)
+    best = {(0, 0): (0.0, 0)}
+    for part in range(1, num_parts + 1):
+        for end in range(part, count + 1):
+            ways = [
+                (max(best[part - 1, start][0], sums[end] - sums[start]), start)
+                for start in range(part - 1, end)
+                if (part - 1, start) in best
+            ]
+            best[part, end] = min(ways)
+    ends, end = [count], count
+    for part in range(num_parts, 0, -1):
+        end = best[part, end][1]
+        ends.append(end)
+    return list(pairwise(reversed(ends)))
+
+
+def predict(profile: Profile, choice: Choice) -> Prediction:
+    """Return what is expected of a choice.
+
+    Parameters
+    ----------
+    profile : Profile
+        The cell.
+    choice : Choice
+        What it would run under.
+    """
+    problem = _problem(profile, choice)
+    if problem:
+        return Prediction(
+            choice=choice,
+            step_seconds=float("inf"),
+            compute_seconds=float("inf"),
+            transfer_seconds=0.0,
+            memory_bytes=0,
+            problem=problem,
+        )
+    plan = _Plan(profile, choice)
+    compute, transfer, memory = plan.compute_seconds(), plan.transfer_seconds(), plan.memory_bytes()
+    seconds = compute + transfer
+    too_large = ""
+    if memory > profile.memory_bytes:
+        too_large = f"needs {_mib(memory)} a worker, and {_mib(profile.memory_bytes)} are there"
+    return Prediction(
+        choice=choice,
+        step_seconds=seconds,
+        compute_seconds=compute,
+        transfer_seconds=transfer,
+        memory_bytes=memory,
+        bubble=bubble(choice.pipeline, choice.microbatches),
+        efficiency=profile.step.total / seconds / choice.num_workers if seconds else 0.0,
+        problem=too_large,
+    )
+
+
+def _mib(num_bytes: int) -> str:
+    return f"{num_bytes / 2**20:,.1f} MiB"
+
+
+def _problem(profile: Profile, choice: Choice) -> str:
+    """Say why a choice cannot be run, memory aside."""
+    if choice.data > profile.batch_size:
+        return f"a batch of {profile.batch_size} samples cannot be shared by {choice.data} workers"
+    if choice.pipeline > len(profile.layers):
+        return f"the model has {len(profile.layers)} layers, fewer than {choice.pipeline} stages"
+    if choice.tensor > 1 and not any(layer.splits for layer in profile.layers):
+        return "no layer's weights can be split"
+    if choice.microbatches > 1 and profile.num_batchnorms:
+        return "BatchNorm would normalise each micro-batch by itself"
+    if choice.pipeline > 1 and profile.tied:
+        return f"{profile.tied[0]} shares its parameters with another layer, which stages cannot"
+    return ""
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """A choice that can be run."""
+
+    profile: Profile
+    choice: Choice
+    stages: list[Sequence[Layer]] = field(init=False)
+
+    def __post_init__(self) -> None:
+        layers = self.profile.layers
+        ranges = cut([self._cost(layer) for layer in layers], self.choice.pipeline)
+        object.__setattr__(self, "stages", [layers[start:end] for start, end in ranges])
+
+    def _part(self, layer: Layer) -> float:
+        return 1 / self.choice.tensor if layer.splits else 1.0
+
+    def _cost(self, layer: Layer) -> float:
+        return layer.seconds * self._part(layer)
+
+    def _parameters(self, stage: Sequence[Layer]) -> float:
+        return sum(layer.parameter_bytes * self._part(layer) for layer in stage)
+
+    @property
+    def _own_bytes(self) -> float:
+        return max(self._parameters(stage) for stage in self.stages)
+
+    @property
+    def _is_sharded(self) -> bool:
+        return self.choice.strategy == "sharded"
+
+    # --------------------------------------------------------------------------------------- compute
+
+    def compute_seconds(self) -> float:
+        """Return the seconds of a step without messages."""
+        profile, choice = self.profile, self.choice
+        measured = profile.together.get(choice.num_workers)
+        shared = 1 / choice.data if self._is_sharded else self._own_bytes / max(1, profile.parameter_bytes)
+        if choice.data == choice.num_workers and choice.data > 1 and measured is not None:
+            timing = measured.timing  # just this was measured
+            return timing.data + timing.model + timing.update * (shared if self._is_sharded else 1.0)
+        samples = profile.batch_size / choice.data
+        timing = profile.alone_with(samples)
+        computing = choice.num_workers if choice.microbatches > 1 else choice.data * choice.tensor
+        slowdown = profile.contention(computing)
+        at_once = profile.contention(choice.num_workers)
+        return (
+            timing.data * at_once + self._model_seconds(samples) * slowdown + timing.update * shared * at_once
+        )
+
+    def _model_seconds(self, samples: float) -> float:
+        """Return forward and backward, alone, with the bubble."""
+        profile, parts = self.profile, self.choice.microbatches
+        whole = sum(layer.seconds for layer in profile.layers) or 1.0
+        seconds = profile.alone_with(samples / parts).model / whole
+        stages = [seconds * sum(map(self._cost, stage)) for stage in self.stages]
+        return sum(stages) + (parts - 1) * max(stages)
+
+    # -------------------------------------------------------------------------------------- messages
+
+    def transfer_seconds(self) -> float:
+        """Return the seconds of messages that nothing hides."""
+        if self.choice.num_workers == 1:
+            return 0.0
+        return self._between_stages() + self._within_layers() + self._gradients()
+
+    def _between_stages(self) -> float:
+        """Outputs and their gradients; a micro-batch after the other, all stages at once."""
+        choice = self.choice
+        if choice.pipeline == 1:
+            return 0.0
+        link = self.profile.link(choice.num_workers).message
+        parts = choice.data * choice.microbatches
+        hops = [link.message(stage[-1].output_bytes / parts) for stage in self.stages[:-1]]
+        return 2 * (sum(hops) + (choice.microbatches - 1) * max(hops))
+
+    def _within_layers(self) -> float:
+        """An all-reduce of outputs forward and one of input gradients backward, for each pair of split layers."""
+        choice = self.choice
+        if choice.tensor == 1:
+            return 0.0
+        link, parts = self.profile.link(choice.tensor).all_reduce, choice.data * choice.microbatches
+        times = []
+        for stage in self.stages:
+            split = [layer for layer in stage if layer.splits]
+            pairs = [(split[i], split[min(i + 1, len(split) - 1)]) for i in range(0, len(split), 2)]
+            times.append(
+                sum(
+                    link.all_reduce(second.output_bytes / parts, choice.tensor)
+                    + link.all_reduce(first.input_bytes / parts, choice.tensor)
+                    for first, second in pairs
+                )
+            )
+        return sum(times) + (choice.microbatches - 1) * max(times)
+
+    def _gradients(self) -> float:
+        choice, profile = self.choice, self.profile
+        if choice.data == 1:
+            return 0.0
+        link, size = profile.link(choice.data).all_reduce, self._own_bytes
+        if self._is_sharded:
+            units = [layer.parameter_bytes for layer in profile.layers if layer.parameter_bytes]
+            return sum(
+                2 * link.all_gather(unit, choice.data) + link.reduce_scatter(unit, choice.data)
+                for unit in units
+            )
+        buckets = max(1, -(-int(size) // BUCKET_BYTES))
+        whole = buckets * link.all_reduce(size / buckets, choice.data)
+        if profile.num_cores is not None and profile.num_cores <= choice.num_workers:
+            return whole  # no core is free to sum while another computes
+        hidden = profile.alone_with(profile.batch_size / choice.data).model * 2 / 3  # of it the backward pass
+        last = link.all_reduce(size / buckets, choice.data)
+        return max(last, whole - hidden)
+
+    # ---------------------------------------------------------------------------------------- memory
+
+    def memory_bytes(self) -> int:
+        """Return the bytes of the worker that has most."""
+        return round(max(self._memory(stage) for stage in self.stages))
+
+    def _memory(self, stage: Sequence[Layer]) -> float:
+        state = self._parameters(stage) * (2 + self.profile.optimizer_factor)  # with gradients
+        saved = sum(layer.saved_bytes * self._part(layer) for layer in stage) / self.choice.data
+        if not self._is_sharded:
+            return state + saved
+        gathered = sorted((layer.parameter_bytes for layer in stage), reverse=True)[:_GATHERED_UNITS]
+        return state / self.choice.data + sum(gathered) + saved

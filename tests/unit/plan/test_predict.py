@@ -1,0 +1,292 @@
+"""Predictions against closed forms and cases that were worked out by hand."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+from dataclasses import replace
+
+import pytest
+
+from openclaw_nb.plan.predict.cost import Link, bubble, fit_all_reduce, fit_message
+from openclaw_nb.plan.predict.model import Choice, Prediction, choices, cut, predict
+from openclaw_nb.plan.predict.profile import Layer, Profile, Timing, Together, read_profile
+from openclaw_nb.plan.predict.rank import order, rank
+
+# A link of 1 ms and 1 MB/s, on which every number below can be worked out by hand.
+LINK = Link(1e-3, 1e6)
+FOUR_LAYERS = tuple(
+    Layer(
+        name=str(number),
+        seconds=0.1,
+        parameter_bytes=1000,
+        input_bytes=8000,
+        output_bytes=8000,
+        saved_bytes=4000,
+        splits=True,
+    )
+    for number in range(4)
+)
+STEP = Timing(data=0.01, model=0.4, update=0.04)
+
+
+def a_profile(**fields: object) -> Profile:
+    """A cell whose time is in proportion to its samples, on workers that do not disturb each other."""
+    return replace(
+        Profile(layers=FOUR_LAYERS, batch_size=8, alone={8: STEP}, together=perfect(2, 4)), **fields
+    )
+
+
+def perfect(*counts: int, link: Link = LINK) -> dict[int, Together]:
+    return {n: Together(Timing(0.01 / n, 0.4 / n, 0.04), link, link) for n in counts}
+
+
+# ------------------------------------------------------------------------------------------------- messages
+
+
+def test_a_ring_all_reduce_is_its_scatter_and_its_gather() -> None:
+    assert LINK.all_reduce(1e6, 4) == pytest.approx(6 * 1e-3 + 6 / 4)
+    assert LINK.all_reduce(1e6, 2) == pytest.approx(2 * 1e-3 + 1.0)
+    assert LINK.all_gather(1e6, 4) == pytest.approx(3 * 1e-3 + 3 / 4)
+    assert LINK.all_reduce(1e6, 1) == 0
+
+
+@pytest.mark.parametrize("num_workers", [2, 3, 4, 8])
+def test_a_fit_finds_the_link_again(num_workers: int) -> None:
+    reduces = [(size, LINK.all_reduce(size, num_workers)) for size in (256.0, 1e6)]
+    found = fit_all_reduce(reduces[0], reduces[1], num_workers)
+    assert (found.latency_seconds, found.bytes_per_second) == pytest.approx((1e-3, 1e6))
+    found = fit_message((256.0, LINK.message(256)), (1e6, LINK.message(1e6)))
+    assert (found.latency_seconds, found.bytes_per_second) == pytest.approx((1e-3, 1e6))
+
+
+def test_a_long_message_that_was_faster_by_chance_gives_no_negative_times() -> None:
+    found = fit_message((256.0, 2e-3), (1e6, 1e-3))
+    assert found.message(1e9) >= 0
+    assert found.latency_seconds >= 0
+
+
+@pytest.mark.parametrize("stages", [1, 2, 4, 7])
+@pytest.mark.parametrize("parts", [1, 2, 4, 16])
+def test_the_bubble_is_what_a_drawn_schedule_leaves_idle(stages: int, parts: int) -> None:
+    """Draw GPipe's forward pass: stage s works on micro-batch m in slot s + m."""
+    busy = {(s, s + m) for s in range(stages) for m in range(parts)}
+    slots = 1 + max(slot for _, slot in busy)
+    assert bubble(stages, parts) == pytest.approx(1 - len(busy) / (slots * stages))
+
+
+# -------------------------------------------------------------------------------------------------- cutting
+
+
+def test_a_cut_is_the_best_of_all_cuts() -> None:
+    draw = random.Random(0)
+    for _ in range(30):
+        weights = [draw.random() for _ in range(draw.randint(3, 7))]
+        parts = draw.randint(1, 3)
+        ways = itertools.combinations(range(1, len(weights)), parts - 1)
+        best = min(
+            max(sum(weights[a:b]) for a, b in itertools.pairwise((0, *way, len(weights)))) for way in ways
+        )
+        found = cut(weights, parts)
+        assert [found[0][0], found[-1][1]] == [0, len(weights)]
+        assert all(a[1] == b[0] for a, b in itertools.pairwise(found))
+        assert max(sum(weights[a:b]) for a, b in found) == pytest.approx(best)
+
+
+# --------------------------------------------------------------------------------------------------- a step
+
+
+def test_a_single_device_is_what_was_measured() -> None:
+    found = predict(a_profile(), Choice("single device"))
+    assert found.step_seconds == pytest.approx(0.45)
+    assert (found.efficiency, found.bubble) == (1.0, 0.0)
+
+
+def test_data_parallel_shares_the_batch_and_sums_the_gradients() -> None:
+    found = predict(a_profile(num_cores=4), Choice("data_parallel", data=4))
+    assert found.compute_seconds == pytest.approx(0.41 / 4 + 0.04)
+    assert found.transfer_seconds == pytest.approx(6e-3 + 1.5 * 4000 / 1e6)
+    assert found.efficiency == pytest.approx(0.45 / found.step_seconds / 4)
+
+
+def test_gradients_in_several_buckets_are_summed_beside_the_backward_pass() -> None:
+    large = tuple(replace(layer, parameter_bytes=25 * 2**20) for layer in FOUR_LAYERS)
+    link = Link(0.0, 1e12)
+    profile = a_profile(layers=large, together=perfect(2, link=link))
+    last = link.all_reduce(25 * 2**20, 2)
+    assert predict(profile, Choice("data_parallel", data=2)).transfer_seconds == pytest.approx(last)
+    busy = replace(profile, num_cores=2)
+    assert predict(busy, Choice("data_parallel", data=2)).transfer_seconds == pytest.approx(4 * last)
+
+
+def test_sharded_sends_half_as_much_again_and_holds_a_part() -> None:
+    profile = a_profile(optimizer_factor=2.0)
+    whole, shard = (predict(profile, Choice(name, data=4)) for name in ("data_parallel", "sharded"))
+    assert shard.transfer_seconds == pytest.approx(4 * (9e-3 + 3 * 0.75 * 1000 / 1e6))
+    assert whole.memory_bytes == 4 * 4000 + 4 * 4000 // 4
+    # parameters, gradients and two moments by four, two gathered layers, and a quarter of what layers save
+    assert shard.memory_bytes == 4 * 4000 // 4 + 2 * 1000 + 4 * 4000 // 4
+
+
+def test_tensor_parallel_sums_twice_for_each_pair_of_layers() -> None:
+    found = predict(a_profile(), Choice("tensor_parallel", tensor=2))
+    assert found.transfer_seconds == pytest.approx(2 * 2 * LINK.all_reduce(8000, 2))
+    assert found.compute_seconds == pytest.approx(0.01 + 0.4 / 2 + 0.04 / 2)
+    half = tuple(replace(layer, splits=number < 2) for number, layer in enumerate(FOUR_LAYERS))
+    found = predict(a_profile(layers=half), Choice("tensor_parallel", tensor=2))
+    assert found.compute_seconds == pytest.approx(0.01 + 0.2 / 2 + 0.2 + 0.04 * 0.75)
+
+
+def test_model_parallel_stages_work_one_after_the_other() -> None:
+    found = predict(a_profile(), Choice("model_parallel", pipeline=2))
+    assert found.compute_seconds == pytest.approx(0.01 + 0.4 + 0.02)
+    assert found.transfer_seconds == pytest.approx(2 * LINK.message(8000))
+    assert found.bubble == 0.5
+    assert found.memory_bytes == 2 * 2000 + 2 * 4000
+
+
+@pytest.mark.parametrize("parts", [2, 4, 8])
+def test_a_pipeline_takes_as_many_slots_as_the_closed_form(parts: int) -> None:
+    found = predict(a_profile(), Choice("pipeline", pipeline=2, microbatches=parts))
+    assert found.compute_seconds == pytest.approx(0.01 + (parts + 1) * 0.2 / parts + 0.02)
+    assert found.transfer_seconds == pytest.approx(2 * parts * LINK.message(8000 / parts))
+    assert found.bubble == pytest.approx(1 / (parts + 1))
+
+
+def test_a_hybrid_is_the_product_of_its_axes() -> None:
+    found = predict(a_profile(), Choice("hybrid_parallel", data=2, pipeline=2, microbatches=2))
+    assert found.compute_seconds == pytest.approx(0.01 / 2 + 3 * 0.05 + 0.02)
+    messages = 2 * 2 * LINK.message(8000 / 4)
+    assert found.transfer_seconds == pytest.approx(messages + LINK.all_reduce(2000, 2))
+
+
+def test_workers_that_disturb_each_other_take_longer() -> None:
+    """Four workers on two cores: each takes twice as long, so that nothing is gained over two."""
+    together = {n: Together(Timing(0.0, 0.4 / n * slow, 0.0), LINK, LINK) for n, slow in ((2, 1.0), (4, 2.0))}
+    profile = a_profile(alone={8: Timing(0.0, 0.4, 0.0)}, together=together)
+    assert (profile.contention(2), profile.contention(4)) == (1.0, 2.0)
+    two, four = (predict(profile, Choice("data_parallel", data=n)).compute_seconds for n in (2, 4))
+    assert two == pytest.approx(four) == pytest.approx(0.2)
+    assert predict(profile, Choice("tensor_parallel", tensor=4)).compute_seconds == pytest.approx(0.2)
+    # Of model-parallel stages one computes at a time.
+    assert predict(profile, Choice("model_parallel", pipeline=4)).compute_seconds == pytest.approx(0.4)
+
+
+def test_the_fixed_part_of_a_step_does_not_shrink_with_the_batch() -> None:
+    profile = a_profile(alone={8: Timing(0.01, 0.5, 0.04), 2: Timing(0.01, 0.2, 0.04)}, together=perfect(2))
+    assert profile.alone_with(4).model == pytest.approx(0.3)
+    found = predict(profile, Choice("pipeline", pipeline=2, microbatches=4))
+    assert found.compute_seconds == pytest.approx(0.01 + 5 * 0.2 / 2 + 0.02)
+
+
+# ------------------------------------------------------------------------------------------ what cannot be
+
+
+@pytest.mark.parametrize(
+    ("fields", "choice", "words"),
+    [
+        ({"batch_size": 3, "alone": {3: STEP}}, Choice("data_parallel", data=4), "3 samples"),
+        ({}, Choice("model_parallel", pipeline=8), "4 layers, fewer than 8 stages"),
+        ({"layers": (Layer(name="a", seconds=1.0),)}, Choice("tensor_parallel", tensor=2), "can be split"),
+        ({"num_batchnorms": 1}, Choice("pipeline", pipeline=2, microbatches=2), "BatchNorm"),
+        ({"tied": ("head",)}, Choice("model_parallel", pipeline=2), "head shares its parameters"),
+        ({"memory_bytes": 1000}, Choice("data_parallel", data=2), "MiB a worker"),
+    ],
+)
+def test_what_cannot_be_says_why(fields: dict[str, object], choice: Choice, words: str) -> None:
+    assert words in predict(a_profile(**fields), choice).problem
+
+
+def test_every_factorisation_of_the_workers_is_there_once() -> None:
+    found = list(choices(8, 16))
+    assert len(found) == len(set(found))
+    hybrids = {(c.data, c.pipeline, c.tensor) for c in found if c.strategy == "hybrid_parallel"}
+    every = {
+        (d, p, t)
+        for d, p, t in itertools.product((1, 2, 4, 8), repeat=3)
+        if d * p * t in (2, 4, 8) and sum(n > 1 for n in (d, p, t)) > 1
+    }
+    assert hybrids == every
+    assert all(not 16 // c.data % c.microbatches for c in found)
+
+
+# -------------------------------------------------------------------------------------------------- ranking
+
+
+def a_prediction(strategy: str, seconds: float, problem: str = "", num_workers: int = 2) -> Prediction:
+    data = 1 if strategy == "single device" else num_workers
+    return Prediction(
+        choice=Choice(strategy, data=data),
+        step_seconds=seconds,
+        compute_seconds=seconds,
+        transfer_seconds=0.0,
+        memory_bytes=0,
+        problem=problem,
+    )
+
+
+def test_data_parallel_comes_first_unless_another_is_faster_by_more_than_a_prediction_is_worth() -> None:
+    one, data = a_prediction("single device", 1.0), a_prediction("data_parallel", 0.6)
+    near, far = a_prediction("pipeline", 0.58), a_prediction("pipeline", 0.5)
+    assert order([one, near, data])[0].prediction is data
+    assert order([one, far, data])[0].prediction is far
+
+
+def test_one_worker_is_taken_where_more_bring_nothing() -> None:
+    one, data = a_prediction("single device", 1.0), a_prediction("data_parallel", 0.98)
+    first, second = order([data, one])
+    assert first.prediction is one
+    assert first.reason == "no more workers make it faster"
+    assert second.prediction is data
+
+
+def test_a_model_that_fits_no_device_is_split() -> None:
+    """4000 bytes of parameters with gradients and moments take 16000; two workers have 12000 each."""
+    profile = a_profile(optimizer_factor=2.0, memory_bytes=13_000, together=perfect(2))
+    profile = replace(profile, layers=tuple(replace(layer, saved_bytes=0) for layer in FOUR_LAYERS))
+    ranked = rank(profile, 2)
+    fits = {r.prediction.choice.strategy for r in ranked if not r.prediction.problem}
+    assert fits == {"sharded", "tensor_parallel", "model_parallel", "pipeline"}
+    assert "does not fit one device" in ranked[0].reason
+    assert ranked[0].prediction.step_seconds == min(
+        r.prediction.step_seconds for r in ranked if not r.prediction.problem
+    )
+
+
+def test_what_cannot_be_comes_last_and_every_line_has_a_reason() -> None:
+    ranked = rank(a_profile(num_batchnorms=1), 4)
+    able = [not r.prediction.problem for r in ranked]
+    assert able == sorted(able, reverse=True)
+    assert not all(able)
+    assert all(r.reason for r in ranked)
+    times = [r.prediction.step_seconds for r, fine in zip(ranked, able, strict=True) if fine]
+    assert times[1:] == sorted(times[1:])
+    assert all(math.isfinite(seconds) for seconds in times)
+
+
+def test_reports_of_workers_become_a_profile() -> None:
+    alone = {
+        "layers": [vars(layer) for layer in FOUR_LAYERS],
+        "batch_size": 8,
+        "timings": [
+            {"num_samples": 8, "data": 0.01, "model": 0.4, "update": 0.04},
+            {"num_samples": 2, "data": 0.01, "model": 0.1, "update": 0.04},
+        ],
+        "optimizer_factor": 1.0,
+        "memory_bytes": 5000,
+        "num_cores": 2,
+        "num_batchnorms": 0,
+        "tied": [],
+    }
+    pair = {
+        "num_workers": 2,
+        "memory_bytes": 4000,
+        "timings": [{"num_samples": 4, "data": 0.01, "model": 0.3, "update": 0.04}],
+        "all_reduces": [[256.0, LINK.all_reduce(256, 2)], [1e6, LINK.all_reduce(1e6, 2)]],
+        "messages": [[256.0, LINK.message(256)], [1e6, LINK.message(1e6)]],
+    }
+    profile = read_profile(alone, [pair])
+    assert profile.memory_bytes == 4000
+    assert profile.contention(2) == pytest.approx(0.3 / 0.2)
+    assert profile.link(2).all_reduce.bytes_per_second == pytest.approx(1e6)
