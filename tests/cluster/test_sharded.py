@@ -93,14 +93,14 @@ def check(
     return result
 
 
-@pytest.mark.parametrize("num_workers", [2, 4])
+@pytest.mark.parametrize("num_workers", [2, pytest.param(4, marks=pytest.mark.soak)])
 @pytest.mark.parametrize("setup", [SETUP, CNN, TRANSFORMER], ids=["mlp", "cnn-batchnorm", "transformer-tied"])
 def test_sgd_with_momentum_equals_single_device(lab: Lab, setup: str, num_workers: int) -> None:
     result = check(lab, num_workers, setup)
     assert any(f"holds 1/{num_workers} of" in note for note in result.notes)
 
 
-@pytest.mark.parametrize("num_workers", [2, 4])
+@pytest.mark.parametrize("num_workers", [2, pytest.param(4, marks=pytest.mark.soak)])
 def test_adamw_equals_single_device(lab: Lab, num_workers: int) -> None:
     """Without the attention's bias of the keys, whose gradient is rounding alone, which AdamW makes steps of."""
     setup = TRANSFORMER.replace(SGD, "torch.optim.AdamW(model.parameters(), lr=1e-3)")

@@ -112,7 +112,7 @@ def close(mine: dict[Any, torch.Tensor], theirs: dict[Any, torch.Tensor]) -> Non
         )
 
 
-@pytest.mark.parametrize("num_workers", [2, 4])
+@pytest.mark.parametrize("num_workers", [2, pytest.param(4, marks=pytest.mark.soak)])
 def test_twenty_steps_of_a_language_model_with_dropout(lab: Lab, num_workers: int) -> None:
     """Norms before clipping are those of all parts, and dropout drops what it drops on one device."""
     notes = check(lab, LANGUAGE, CLIPPED, num_workers, spec("tensor_parallel"), names=("losses", "norms"))
@@ -307,6 +307,7 @@ def test_a_killed_worker_releases_the_others(pair: Lab) -> None:
     close(dict(enumerate(pair.pull("momenta"))), dict(enumerate(expected["momenta"])))
 
 
+@pytest.mark.soak
 def test_a_rank_that_raises_alone_ends_the_cell(pair: Lab) -> None:
     """The other waits for it in a layer and is released; the parts are joined in the next group."""
     pair.good(SETUP, targets=[0, 1])
