@@ -40,7 +40,7 @@ notebooks: $(STAMP) ## run every notebook
 	done
 
 test: $(STAMP) ## run the tests (PYTEST_ARGS="-k name" for some of them)
-	$(PY) -m pytest --numprocesses=2 --dist=loadgroup $(PYTEST_ARGS)
+	$(PY) -m pytest --numprocesses=2 $(PYTEST_ARGS)
 
 check: $(STAMP) ## lint, format, types and layers
 	$(PY) -m ruff check .
