@@ -539,9 +539,13 @@ class MasterNode:
         return chosen, [rank for rank in self._members.ranks if rank not in chosen]
 
     def _choose_ranks(self, targets: Sequence[int] | None) -> dict[int, int]:
-        ranks = self._members.all_ranks()
+        members = self._members
+        ranks = members.all_ranks()
         if targets is None:
             return dict(ranks)
+        if any(rank not in ranks for rank in targets):  # one may have died a moment ago, and be replaced now
+            members.ensure_ready(None)
+            ranks = members.all_ranks()
         for rank in targets:
             if rank not in ranks:
                 raise unknown_name("rank", str(rank), [str(r) for r in ranks])

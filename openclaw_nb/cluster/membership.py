@@ -378,8 +378,10 @@ class Membership:
             if not self._ready.is_set():
                 self._mend_again = True
                 return
-        if not during_run or self._error is not None:
-            self.mend()
+            if during_run and self._error is None:
+                return
+            self._ready.clear()  # before anybody sees that one is missing
+        self.mend()
 
     def mark_running(self, run_id: str, numbers: Iterable[int]) -> None:
         """Note what the workers are busy with."""

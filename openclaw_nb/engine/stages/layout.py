@@ -165,7 +165,7 @@ def _atoms(module: nn.Module, prefix: str) -> Iterator[str]:
         if not _has_state(child):
             continue  # it runs where its input is
         if _is_list(child) or any(
-            _is_list(inner) and _is_most_of(inner, child) for inner in child.children()
+            _is_list_of_blocks(inner) and _is_most_of(inner, child) for inner in child.children()
         ):
             yield from _atoms(child, f"{path}.")
         else:
@@ -174,6 +174,12 @@ def _atoms(module: nn.Module, prefix: str) -> Iterator[str]:
 
 def _is_list(module: nn.Module) -> bool:
     return isinstance(module, nn.ModuleList | nn.ModuleDict) or type(module) is nn.Sequential
+
+
+def _is_list_of_blocks(module: nn.Module) -> bool:
+    """Return whether it lists modules that have modules: not the inside of a block, as an MLP beside attention is."""
+    blocks = [each for each in module.children() if next(each.children(), None) is not None]
+    return _is_list(module) and bool(blocks)
 
 
 def _is_most_of(inner: nn.Module, outer: nn.Module) -> bool:

@@ -48,6 +48,23 @@ def test_layers_are_found_and_balanced() -> None:
     assert homes["encoder.layers.1.norm1.weight"] == (1,)
 
 
+class Gpt(nn.Module):
+    """Blocks that are mostly an MLP, whose norms are made before what they follow."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(9, 4)
+        self.blocks = nn.ModuleList()
+        for _ in range(2):
+            block = nn.Module()
+            block.norm, block.mlp = nn.LayerNorm(4), nn.Sequential(nn.Linear(4, 64), nn.Linear(64, 4))
+            self.blocks.append(block)
+
+
+def test_a_block_is_one_layer_also_when_most_of_it_is_an_mlp() -> None:
+    assert [part.name for part in lay_out(Gpt(), 2).parts] == ["embed", "blocks.0", "blocks.1"]
+
+
 def test_tied_weights_have_several_owners() -> None:
     model = Vision()
     layout = lay_out(model, 2, groups=[["token", "patch", "encoder.*", "head"], ["back"]])
