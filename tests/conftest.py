@@ -15,15 +15,21 @@ os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["OPENCLAW_OVERSUBSCRIBE"] = "1"
 
 
-class Lanes(LoadScopeScheduling):  # type: ignore[misc] # untyped
-    """What starts clusters runs in one lane and all else in another.
+# Tests of real engines in the lane of all else, so that both lanes are of one length.
+_STRATEGIES = ("pipeline_scheduler", "plan", "precision", "sharded", "stages", "tensor_parallel")
 
-    Clusters fill the machine's cores for moments and wait most of the time, so that more than one lane of them would
-    only measure how they disturb each other.
+
+class Lanes(LoadScopeScheduling):  # type: ignore[misc] # untyped
+    """Most of what starts clusters runs in one lane and all else in another.
+
+    Clusters fill the machine's cores for moments and wait most of the time, so that more lanes of them would only
+    measure how they disturb each other.
     """
 
     def _split_scope(self, nodeid: str) -> str:
-        return "clusters" if nodeid.startswith("tests/cluster/") else "others"
+        file = nodeid.partition("::")[0]
+        is_strategy = file.removeprefix("tests/cluster/test_").removesuffix(".py") in _STRATEGIES
+        return "clusters" if file.startswith("tests/cluster/") and not is_strategy else "others"
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadScopeScheduling:
