@@ -6,6 +6,7 @@ real allocation.
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Callable
 
@@ -147,6 +148,7 @@ def test_what_the_memory_holds() -> None:
     def take() -> object:
         return take_usage(error, Baseline(start, start), num_workers=2, in_use=(), on_gpu=False)
 
+    gc.collect()  # what other tests have left would be freed in between
     start = resident_bytes()
     before = take()
     model = nn.Sequential(*(nn.Sequential(nn.Linear(1024, 1024), nn.Tanh()) for _ in range(2)))
