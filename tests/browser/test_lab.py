@@ -113,7 +113,7 @@ def test_without_a_widget_manager_it_is_html_that_moves(open_lab: Callable[..., 
 
 @pytest.mark.parametrize(
     "version",
-    ["6.31.0", pytest.param("7.3.0", marks=pytest.mark.soak), ""],
+    [*(pytest.param(v, marks=pytest.mark.soak) for v in ("6.31.0", "7.3.0")), ""],
 )
 def test_the_cluster_can_be_stopped_while_a_cell_blocks(
     open_lab: Callable[..., Notebook], tmp_path: Path, version: str

@@ -187,6 +187,7 @@ run = cluster.run_cell("import time; time.sleep(1.5); print('slept')")
 """
 
 
+@pytest.mark.soak
 def test_a_lease_begins_when_the_owner_ends_as_it_should(runtime: Path) -> None:
     """A kernel that is restarted, say."""
     subprocess.run([sys.executable, "-c", LEAVER.format(lease=60)], check=True, timeout=HANG_SECONDS)
@@ -267,7 +268,9 @@ def shown(run: CellRun) -> dict[int, list[str]]:
     return {rank: text.split("\n")[:-1] for rank, text in texts.items()}
 
 
-@pytest.mark.parametrize("killed", [False, True], ids=["detached", "killed"])
+@pytest.mark.parametrize(
+    "killed", [False, pytest.param(True, marks=pytest.mark.soak)], ids=["detached", "killed"]
+)
 def test_a_cell_that_runs_is_followed_to_its_end(waiting: Path, killed: bool) -> None:
     take_over(training(KILL if killed else DETACH), lease=60.0, killed=killed)
     time.sleep(0.5)  # nobody listens meanwhile
@@ -337,6 +340,7 @@ def test_a_cell_that_ended_meanwhile_says_how(waiting: Path, fails: bool) -> Non
     check_and_leave(master)
 
 
+@pytest.mark.soak
 def test_a_rank_that_died_meanwhile_releases_the_others(waiting: Path) -> None:
     source = "import time, torch\nif rank == 0: dist.all_reduce(torch.ones(1))\nelse: time.sleep(600)"
     take_over(f"master.run_cell({source!r})\nimport time; time.sleep(1)\n{DETACH}")
@@ -409,7 +413,7 @@ def renew(master: MasterNode) -> None:
     check_and_leave(master)
 
 
-@pytest.mark.parametrize("which", [0, -1], ids=["hub", "scheduler"])
+@pytest.mark.parametrize("which", [pytest.param(0, marks=pytest.mark.soak), -1], ids=["hub", "scheduler"])
 def test_the_end_of_the_controller_is_told(runtime: Path, which: int) -> None:
     master = started()
     pid = sorted(controllers(master.cluster_id))[which]
@@ -436,6 +440,7 @@ def test_the_end_of_the_controller_is_told(runtime: Path, which: int) -> None:
     assert read_notes() == []
 
 
+@pytest.mark.soak
 def test_a_cluster_without_its_controller_is_ended_by_name(runtime: Path) -> None:
     started().detach()
     (note,) = read_notes()

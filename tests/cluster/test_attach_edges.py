@@ -168,6 +168,7 @@ def test_a_cluster_that_is_attached_to_meanwhile_is_not_ended_by_name(
     check_and_leave(MasterNode.attach())
 
 
+@pytest.mark.soak
 def test_the_guardian_of_a_cluster_that_is_ended_by_name_ends_too(runtime: Path) -> None:
     own(KILL, lease=600.0, killed=True)
     guardian = json.loads((runtime / "shared" / "guardian.json").read_text())

@@ -210,6 +210,7 @@ def test_two_loaders_at_once_keep_their_shares(pair: Lab) -> None:
     assert len(set(pair.pull("sizes", 0)[::5])) == 1, "the first batch of each pass"
 
 
+@pytest.mark.soak
 def test_a_death_and_a_newcomer(pair: Lab) -> None:
     """The slow worker dies after shares have changed; a new process takes its place, and is slow, too."""
     pair.master.enable_auto_recovery(max_retries=3)

@@ -69,7 +69,7 @@ def check_parameters(cluster: Lab, loop: str) -> None:
         torch.testing.assert_close(state, expected, rtol=SGD_TOLERANCE, atol=SGD_TOLERANCE)
 
 
-@pytest.mark.parametrize("kind", ["kill", "stop"])
+@pytest.mark.parametrize("kind", ["kill", pytest.param("stop", marks=pytest.mark.soak)])
 def test_training_goes_on_after(cluster: Lab, kind: str) -> None:
     await_spare(cluster)
     before = {worker.id: worker.pid for worker in cluster.master.workers}

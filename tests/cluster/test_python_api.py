@@ -38,7 +38,10 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, loader: Any) -> tu
     return loss.item(), model[0].weight.detach()
 
 
-@pytest.mark.parametrize(("communication", "transport"), [("auto", "gloo + shared memory"), ("gloo", "gloo")])
+@pytest.mark.parametrize(
+    ("communication", "transport"),
+    [("auto", "gloo + shared memory"), pytest.param("gloo", "gloo", marks=pytest.mark.soak)],
+)
 def test_a_function_trains_on_every_rank(communication: str, transport: str) -> None:
     with OpenClawCluster(workers=2, oversubscribe=True, communication=communication) as cluster:
         assert cluster.master is not None

@@ -138,6 +138,7 @@ def test_killed_between_passes(pair: Lab, place: str) -> None:
     assert [death.num_steps for death in result.deaths] == [5 if place == "before a pass" else 10]
 
 
+@pytest.mark.soak
 def test_two_of_four_die_one_after_the_other(lab: Lab) -> None:
     result = train(lab, 4, "forward", {4: 0, 9: 2}, SCHEDULED, LOOP)
     check(lab, result, expected_state(SCHEDULED, LOOP), [1, 3])
