@@ -16,7 +16,6 @@ import socket
 import subprocess
 import sys
 import time
-import urllib.request
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -32,19 +31,6 @@ _ARGUMENTS = [
     "--disable-component-update",
 ]
 _SETTINGS = "@jupyterlab/apputils-extension"
-
-
-@contextlib.contextmanager
-def chromium() -> Iterator[Any]:
-    """Start a browser; yields Playwright's."""
-    from playwright.sync_api import sync_playwright
-
-    with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=str(CHROMIUM), args=_ARGUMENTS)
-        try:
-            yield browser
-        finally:
-            browser.close()
 
 
 class Lab:
@@ -95,7 +81,6 @@ class Lab:
             "--port",
             str(self.port),
         ]
-        command += ["--expose-app-in-browser"]  # for `Notebook.use_theme`
         command += [f"--ServerApp.root_dir={self.folder}", f"--IdentityProvider.token={self._token}"]
         if not self.widgets:
             disabled = {"disabledExtensions": {"@jupyter-widgets/jupyterlab-manager": True}}
@@ -128,12 +113,16 @@ class Lab:
             return probe.connect_ex(("127.0.0.1", self.port)) == 0
 
     @contextlib.contextmanager
-    def page(self, width: int = 1200, height: int = 1400, *, browser: Any = None) -> Iterator[Any]:
-        """Open a page that shares nothing with others, in a browser of its own if none is given."""
-        with contextlib.ExitStack() as stack:
-            if browser is None:
-                browser = stack.enter_context(chromium())
-            yield stack.enter_context(browser.new_page(viewport={"width": width, "height": height}))
+    def page(self, width: int = 1200, height: int = 1400) -> Iterator[Any]:
+        """Open a browser; yields Playwright's page."""
+        from playwright.sync_api import sync_playwright
+
+        with sync_playwright() as playwright:
+            browser = playwright.chromium.launch(executable_path=str(CHROMIUM), args=_ARGUMENTS)
+            try:
+                yield browser.new_page(viewport={"width": width, "height": height})
+            finally:
+                browser.close()
 
     def open(self, page: Any, cells: Sequence[str], name: str = "work.ipynb") -> Notebook:
         """Write a notebook and open it with a kernel."""
@@ -145,18 +134,6 @@ class Lab:
         page.wait_for_selector(".jp-Notebook .jp-CodeCell", timeout=60_000)
         page.wait_for_selector("#jp-main-statusbar:has-text('| Idle')", timeout=60_000)
         return Notebook(page, self.folder / name)
-
-    def end_kernels(self) -> None:
-        """End what the notebooks run."""
-        for kernel in json.loads(self._request("GET", "/api/kernels")):
-            self._request("DELETE", f"/api/kernels/{kernel['id']}")
-
-    def _request(self, method: str, path: str) -> bytes:
-        headers = {"Authorization": f"token {self._token}"}
-        address = f"http://127.0.0.1:{self.port}{path}"
-        request = urllib.request.Request(address, method=method, headers=headers)
-        with urllib.request.urlopen(request, timeout=60) as answer:
-            return bytes(answer.read())
 
 
 class Notebook:
@@ -199,13 +176,6 @@ class Notebook:
     def text(self, number: int) -> str:
         """Return a cell's output as text."""
         return "\n".join(self._cells.nth(number).locator(".jp-OutputArea-output").all_inner_texts())
-
-    def use_theme(self, *, dark: bool) -> None:
-        """Change the colours, as the settings' menu does."""
-        theme = "JupyterLab Dark" if dark else "JupyterLab Light"
-        change = "theme => window.jupyterapp.commands.execute('apputils:change-theme', {theme})"
-        self.page.evaluate(change, theme)
-        self.page.wait_for_selector(f"body[data-jp-theme-name='{theme}']", state="attached")
 
     def saved(self) -> Any:
         """Save the notebook and return what is saved."""

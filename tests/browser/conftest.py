@@ -1,7 +1,4 @@
-"""JupyterLab with a notebook that trains on two workers for as long as it is let.
-
-One browser serves all tests, and one server those that need nothing special of it.
-"""
+"""JupyterLab with a notebook that trains on two workers for as long as it is let."""
 
 from __future__ import annotations
 
@@ -11,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from lab import CHROMIUM, Lab, Notebook, chromium
+from lab import CHROMIUM, Lab, Notebook
 
 CELLS = [
     "%load_ext openclaw_nb\n%openclaw start -n 2",
@@ -51,28 +48,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(mark)
 
 
-# Not for the whole session: Playwright's event loop stays with the thread, and tests elsewhere have loops of their own.
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    with chromium() as started:
-        yield started
-
-
-@pytest.fixture(scope="module")
-def shared_lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
-    with Lab(tmp_path_factory.mktemp("lab")) as lab:
-        yield lab
-
-
 @pytest.fixture
-def open_lab(browser: Any, shared_lab: Lab, tmp_path: Path) -> Iterator[Open]:
-    """Open the notebook, with more cells, in JupyterLab; with what `Lab` takes, in a server of its own."""
+def open_lab(tmp_path: Path) -> Iterator[Open]:
+    """Open the notebook, with more cells, in JupyterLab; takes what `Lab` takes."""
     with ExitStack() as stack:
 
         def open_notebook(more: Sequence[str] = (), **options: Any) -> Notebook:
-            lab = stack.enter_context(Lab(tmp_path, **options)) if options else shared_lab
-            page = stack.enter_context(lab.page(browser=browser))
-            stack.callback(lab.end_kernels)
-            return lab.open(page, [*CELLS, *more], f"{tmp_path.name}.ipynb")
+            lab = stack.enter_context(Lab(tmp_path, **options))
+            return lab.open(stack.enter_context(lab.page()), [*CELLS, *more])
 
         yield open_notebook

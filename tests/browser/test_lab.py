@@ -61,45 +61,37 @@ def violations(notebook: Notebook, selector: str) -> list[str]:
     return list(found)
 
 
-def check_accessible(notebook: Notebook) -> None:
-    """axe-core finds nothing in the panel, in dark and in light colours."""
-    for dark in (True, False):
-        notebook.use_theme(dark=dark)
-        assert violations(notebook, ".oc-panel") == [], "dark" if dark else "light"
-
-
-def check_interrupted(notebook: Notebook) -> None:
-    assert notebook.wait(TRAIN, 30) < 10
-    assert "CellInterrupted" in notebook.text(TRAIN)
-
-
-def test_the_panel_moves_and_its_button_stops_a_cell_as_the_notebooks_own_does(
-    open_lab: Callable[..., Notebook],
-) -> None:
-    notebook = open_lab()
+@pytest.mark.parametrize("dark", [False, pytest.param(True, marks=pytest.mark.soak)], ids=["light", "dark"])
+def test_the_panel_moves_and_its_button_stops_a_cell(open_lab: Callable[..., Notebook], dark: bool) -> None:
+    notebook = open_lab(dark=dark)
     until_training(notebook)
     devices = notebook.output(PANEL).get_by_role("group", name="Devices")
     devices.focus()
     moves(notebook)
     assert devices.evaluate("element => element === document.activeElement"), "a change takes the focus away"
     assert notebook.output(PANEL).locator("svg").count() >= 3
-    check_accessible(notebook)
-    assert notebook.runs(TRAIN)
+    assert violations(notebook, ".oc-panel") == []
     button(notebook, "Interrupt the cell").click()
-    check_interrupted(notebook)
+    assert notebook.wait(TRAIN, 30) < 10
+    assert "CellInterrupted" in notebook.text(TRAIN)
     wait_until(lambda: button(notebook, "Interrupt the cell").count() == 0, 10)
-    check_accessible(notebook)
+    assert violations(notebook, ".oc-panel") == []
     notebook.run(NEXT)
     assert "steps kept True" in notebook.text(NEXT)
     (shown,) = notebook.saved().cells[PANEL].outputs
     assert WIDGET not in shown.data
     assert "<svg" in shown.data["text/html"]
     assert "the last cell was stopped" in shown.data["text/plain"]
-    train(notebook)
+
+
+def test_the_notebooks_own_stop_button(open_lab: Callable[..., Notebook]) -> None:
+    notebook = open_lab()
+    until_training(notebook)
     notebook.page.keyboard.press("Escape")
     notebook.page.keyboard.press("i")
     notebook.page.keyboard.press("i")
-    check_interrupted(notebook)
+    assert notebook.wait(TRAIN, 30) < 10
+    assert "CellInterrupted" in notebook.text(TRAIN)
     notebook.run(STOP)
     assert "none is left" in notebook.text(STOP)
 
@@ -112,16 +104,13 @@ def test_without_a_widget_manager_it_is_html_that_moves(open_lab: Callable[..., 
 
 
 @pytest.mark.parametrize(
-    "version",
-    [*(pytest.param(v, marks=pytest.mark.soak) for v in ("6.31.0", "7.3.0")), ""],
+    "version", [*(pytest.param(v, marks=pytest.mark.soak) for v in ("6.31.0", "7.3.0")), ""]
 )
 def test_the_cluster_can_be_stopped_while_a_cell_blocks(
     open_lab: Callable[..., Notebook], tmp_path: Path, version: str
 ) -> None:
-    options = {}
-    if version:
-        options["variables"] = {"PYTHONPATH": str(install(f"ipykernel=={version}", tmp_path / "kernel"))}
-    notebook = open_lab(["import ipykernel\nipykernel.__version__"], **options)
+    variables = {"PYTHONPATH": str(install(f"ipykernel=={version}", tmp_path / "kernel"))} if version else {}
+    notebook = open_lab(["import ipykernel\nipykernel.__version__"], variables=variables)
     notebook.run(STOP + 1)
     assert version in notebook.text(STOP + 1)
     until_training(notebook)
