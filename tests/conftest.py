@@ -16,7 +16,10 @@ os.environ["OPENCLAW_OVERSUBSCRIBE"] = "1"
 
 
 # Tests of real engines in the lane of all else, so that both lanes are of one length.
-_STRATEGIES = ("pipeline_scheduler", "plan", "precision", "sharded", "stages", "tensor_parallel")
+_WITH_OTHERS = (
+    *("pipeline_scheduler", "plan", "precision", "sharded", "stages", "tensor_parallel"),
+    *("release", "verbs", "verify"),
+)
 
 
 class Lanes(LoadScopeScheduling):  # type: ignore[misc] # untyped
@@ -28,8 +31,8 @@ class Lanes(LoadScopeScheduling):  # type: ignore[misc] # untyped
 
     def _split_scope(self, nodeid: str) -> str:
         file = nodeid.partition("::")[0]
-        is_strategy = file.removeprefix("tests/cluster/test_").removesuffix(".py") in _STRATEGIES
-        return "clusters" if file.startswith("tests/cluster/") and not is_strategy else "others"
+        subject = file.removeprefix("tests/cluster/test_").removesuffix(".py")
+        return "clusters" if file.startswith("tests/cluster/") and subject not in _WITH_OTHERS else "others"
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadScopeScheduling:
