@@ -41,6 +41,7 @@ Progress = Callable[[int, int, str], None]
 _START_SECONDS = 120.0
 _RENDEZVOUS_SECONDS = 600.0
 _POLL_SECONDS = 0.05
+_WARM_SECONDS = 60.0
 _MAX_ATTEMPTS = 3
 _PATIENCE_SECONDS = 1.0
 _CLOSE_SECONDS = 10.0
@@ -503,11 +504,13 @@ class Membership:
         threading.Thread(target=tell, name="openclaw-warm", daemon=True).start()
 
     def _await_warmth(self, worker: Worker) -> None:
-        """Wait until a worker would let nobody wait for what it has to import."""
+        """Wait until a worker would let nobody wait for what it has to import, but not for ever: a module may block."""
+        deadline = time.monotonic() + _WARM_SECONDS
         worker.warm = False
-        while worker.alive and not worker.warm and not self._closing:
-            self._locate(worker)
+        self._locate(worker)
+        while worker.alive and not worker.warm and not self._closing and time.monotonic() < deadline:
             time.sleep(_POLL_SECONDS)
+            self._locate(worker)
 
     def after_run(self, *, clean: bool, busy: Sequence[int], joined: Sequence[int] = ()) -> None:
         """Put the group in order after a cell: nothing to do after a clean one.
@@ -622,12 +625,13 @@ class Membership:
         Raises
         ------
         ClusterError
-            When a rank is still inside an earlier cell, the group could not be formed, or the controller has ended.
+            When a rank is still inside an earlier cell, the group could not be formed, the controller has ended, or
+            this process leaves the cluster.
         """
         started = time.monotonic()
-        while not self._ready.wait(0 if self._lost else _POLL_SECONDS) or self._lost:
-            if self._lost:
-                raise ClusterError(self._lost)
+        while not self._ready.wait(0 if self._closing else _POLL_SECONDS) or self._lost:
+            if self._closing:
+                raise ClusterError(self._lost or "The cluster is being stopped, or left to another owner.")
             waited = time.monotonic() - started
             stuck = [w for w in self.workers if w.busy_with and w.alive]
             if stuck and waited > _PATIENCE_SECONDS:

@@ -42,8 +42,8 @@ class Preload:
         finally:
             self._done.set()
         while True:
-            # Whoever needs a module that cannot be imported gets the error itself.
-            with contextlib.suppress(Exception):
+            # Whoever needs a module that cannot be imported gets the error itself; a script may also end itself.
+            with contextlib.suppress(Exception, SystemExit):
                 importlib.import_module(self._names.get())
             with self._lock:
                 self._waiting -= 1

@@ -151,22 +151,18 @@ def _unit(dtype: torch.dtype) -> float:
 def _gradient(parameter: nn.Parameter) -> Any:
     """Return a gradient whole; where each rank has a part of it, all of them join it."""
     join = getattr(parameter, "full_gradient", None)
-    if join is None and parameter.grad is not None:
-        return _whole(parameter.grad)
-    return None if join is None else join()
+    if join is not None:
+        return join()
+    return None if parameter.grad is None else _whole(parameter.grad)
 
 
 def _whole(tensor: Tensor) -> Tensor:
-    """Return a sharded tensor whole, for which every rank is needed, and any other as it is."""
+    """Return a tensor of which each rank has a part whole, joined by all of them, and any other as it is."""
     gather = getattr(tensor, "full_tensor", None)
     return tensor if gather is None else gather()
 
 
 def _copy(tensor: Tensor) -> Tensor:
-    """Copy a tensor; one of which each rank has a part is joined, by all of them."""
-    join = getattr(tensor, "full_tensor", None)
-    if join is not None:
-        tensor = join()
     return tensor.detach().to("cpu", copy=True)
 
 
