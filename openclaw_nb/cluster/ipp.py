@@ -84,7 +84,7 @@ class Door:
         self._on_lost = on_lost
         self._watch: _ControllerWatch | None = None
         self._lock = threading.Lock()
-        self._pending: set[Future[Reply]] = set()
+        self._pending: dict[Future[Reply], int] = {}
         self._lost = ""
         self._cluster: Any = None
         self._client: Any = None
@@ -242,6 +242,8 @@ class Door:
         if notice["event"] == "register":
             self._on_joined(number)
         else:
+            # ipyparallel does so for what it has noted by now, and never on the control channel.
+            self._fail_pending(f"Worker {number} died before it answered.", number)
             self._on_died(number)
 
     def close(self) -> None:
@@ -260,7 +262,12 @@ class Door:
     def give_up(self, why: str) -> None:
         """Let every request that waits for an answer, and every later one, fail: none can come any more."""
         with self._lock:
-            self._lost, pending = why, list(self._pending)
+            self._lost = why
+        self._fail_pending(why)
+
+    def _fail_pending(self, why: str, worker: int | None = None) -> None:
+        with self._lock:
+            pending = [answer for answer, each in self._pending.items() if worker in (None, each)]
         for answer in pending:
             _fail(answer, WorkerDiedError(why))
 
@@ -304,10 +311,10 @@ class Door:
     def _ask(self, worker: int, send: Callable[[Any, bytes], Any]) -> Future[Reply]:
         answer: Future[Reply] = Future()
         client = self._client
-        identity = client._engines.get(worker) if client is not None else None
-        with self._lock:  # so that `give_up` sees it, or is seen here
+        with self._lock:  # so that `give_up` and `_registered` see it, or are seen here
             lost = self._lost
-            self._pending.add(answer)
+            self._pending[answer] = worker
+        identity = client._engines.get(worker) if client is not None else None
         answer.add_done_callback(self._forget)
         if identity is None or lost:
             _fail(answer, WorkerDiedError(lost or f"Worker {worker} is gone."))
@@ -318,7 +325,7 @@ class Door:
 
     def _forget(self, answer: Future[Reply]) -> None:
         with self._lock:
-            self._pending.discard(answer)
+            self._pending.pop(answer, None)
 
     def _settle(self, worker: int, answer: Future[Reply], sent: Any) -> None:
         try:

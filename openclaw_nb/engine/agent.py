@@ -78,6 +78,7 @@ class Agent:
         self._regrouper: CellRegrouper | None = None
         self._released = ""
         self._released_early = ("", "")
+        self._ended_epoch = (0, "")
         self._regroup_early: Regroup | None = None
         self._newest_pace: SetPace | None = None
         self._pace = Pace()
@@ -149,7 +150,7 @@ class Agent:
         if self._group is None:
             from openclaw_nb.engine.group.service import GroupService
 
-            self._group = GroupService(os.environ["OPENCLAW_CLUSTER"])
+            self._group = GroupService(os.environ["OPENCLAW_CLUSTER"], self._cause_of_end)
         return self._group
 
     def _introduce(self) -> None:
@@ -418,6 +419,7 @@ class Agent:
 
     def _release(self, command: Release) -> Done:
         """Cut the collectives now; interrupt Python code that goes on after the grace time."""
+        self._ended_epoch = command.epoch, command.cause  # it may come past the command to form the group
         if self._group is not None and self._group.epoch == command.epoch:
             self._group.release(command.cause)
         with self._lock:
@@ -430,6 +432,10 @@ class Agent:
                 self._regrouper.end()
         self._interrupt_later(running, command.grace_seconds)
         return Done(value={"running": True})
+
+    def _cause_of_end(self, epoch: int) -> str:
+        ended, cause = self._ended_epoch
+        return cause if ended == epoch else ""
 
     def _regroup(self, command: Regroup) -> Done:
         """Let the running cell go on in another group."""

@@ -17,8 +17,8 @@ import pytest
 import torch
 
 from openclaw_nb.cluster.run import CellRun, RunResult
-from openclaw_nb.core.errors import UsageError
-from openclaw_nb.protocol.messages import StrategySpec
+from openclaw_nb.core.errors import UsageError, WorkerDiedError
+from openclaw_nb.protocol.messages import Failed, Locate, StrategySpec
 
 from .conftest import HANG_SECONDS, Lab, kill, single_device
 from .test_data_parallel import LOOP, SETUP, STATE
@@ -371,6 +371,30 @@ def kill_while_forming(lab: Lab, after: float) -> None:
 def test_a_worker_dies_while_the_group_is_formed(pair: Lab) -> None:
     for after in (0.0, 0.01):
         kill_while_forming(pair, after)
+    check_next_cell(pair)
+
+
+def test_a_rank_that_comes_late_to_a_group_that_was_given_up(pair: Lab) -> None:
+    """Commands that end waits overtake those that begin them: the rank would wait for ten minutes."""
+    members = pair.master._members
+    members.epoch += 1
+    members.release("another rank died")
+    given_up = members._form_command(1, [pair.master.workers[1], pair.master.workers[0]])
+    reply = members.door.request(1, given_up).result(HANG_SECONDS)
+    assert isinstance(reply, Failed)
+    assert "another rank died" in reply.message
+    pair.master.reset()
+    check_next_cell(pair)
+
+
+def test_a_request_fails_with_its_worker(pair: Lab) -> None:
+    """Also one on the control channel, which a stopped worker does not read."""
+    worker = pair.master.workers[1]
+    assert worker.pid is not None
+    os.kill(worker.pid, signal.SIGSTOP)
+    asked = pair.master._members.door.request_at_once(1, Locate())
+    os.kill(worker.pid, signal.SIGKILL)
+    assert isinstance(asked.exception(HANG_SECONDS), WorkerDiedError)
     check_next_cell(pair)
 
 

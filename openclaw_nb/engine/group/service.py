@@ -61,10 +61,13 @@ class GroupService:
     ----------
     tag : str
         Hexadecimal id of the cluster, the same on every worker.
+    cause_of_end : callable, optional
+        Given an epoch, why it was released before this rank came to form its group, or "".
     """
 
-    def __init__(self, tag: str) -> None:
+    def __init__(self, tag: str, cause_of_end: Callable[[int], str] = lambda epoch: "") -> None:
         self._tag = tag
+        self._cause_of_end = cause_of_end
         self.epoch = 0
         self.rank = 0
         self.world_size = 1
@@ -104,6 +107,10 @@ class GroupService:
         self._stop.clear()
         self._cause = ""
         self.epoch, self._forming, self._forming_since = command.epoch, command, time.monotonic()
+        if cause := self._cause_of_end(
+            command.epoch
+        ):  # asked with the epoch set: what is released from now on is seen
+            self.release(cause)
         try:
             store = self._apart(lambda: self._connect(command))
             self.backend = self._apart(lambda: _agree_on_backend(store, command))
