@@ -128,6 +128,8 @@ class AdoptedRun(CellRun):
             self._held.append((rank, item))
         else:
             super()._take(kind, rank, item)
+        if kind == "died":
+            rank = self._rank_of.get(item, rank)
         if kind in ("recalled", "reply", "died"):
             self._awaited.discard(rank)
             self._tell_past()

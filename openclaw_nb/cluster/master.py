@@ -256,6 +256,7 @@ class MasterNode:
         silent = [worker.number for worker in members.silent]
         run = AdoptedRun(members.door, records, silent, absent, self._on_run_finished, self._tell)
         run.limits = self._limits
+        members.begin_run()
         self._run = self.last_run = run
         run.follow()
 
@@ -513,6 +514,7 @@ class MasterNode:
                 is_stopped=members.is_stopped,
             )
             run.limits = self._limits
+            members.begin_run()
             self._run = self.last_run = run
         return run
 
@@ -1009,24 +1011,26 @@ class MasterNode:
             self._membership.joined(number)
 
     def _on_died(self, number: int) -> None:
-        run = self._run
-        running = run is not None and run.running
+        run, members = self._run, self._membership
         self._faults.died(run, number)
-        if self._membership is not None and self.replaces_workers:
-            self._membership.kill(
-                number
-            )  # one that is silent may live; another takes its device and its number
+        if members is not None and self.replaces_workers:
+            # One that is silent may live; another takes its device and its number.
+            members.kill(number)
+        # Noted first: what ends because of the death begins to mend at once.
+        in_cell = members is not None and members.died(number)
         if run is not None:
             run.worker_died(number)
-        if self._membership is not None:
-            self._membership.died(number, during_run=running)
-            if run is not None and running and run.goes_on:
+            if in_cell and run.goes_on:
                 self._replace_running(number, run)
 
     def _replace_running(self, number: int, run: CellRun) -> None:
         """Bring a spare, or else a new process, into a cell in which a worker died."""
         members = self._members
-        if members.workers[number].removed:
+        worker = members.workers[number]
+        if worker.removed:
+            return
+        if worker.spare:  # it has not been in the cell
+            members.replace_running(number, lambda _: None)
             return
         spare = members.take_spare(number)
         if spare is not None:

@@ -44,6 +44,7 @@ _POLL_SECONDS = 0.05
 _WARM_SECONDS = 60.0
 _MAX_ATTEMPTS = 3
 _PATIENCE_SECONDS = 1.0
+_STUCK_SECONDS = 5.0  # on a busy machine a rank that is free may need a moment to say so
 _CLOSE_SECONDS = 10.0
 _ANSWER_SECONDS = 5.0
 _NO_ANSWER = "a cell that lets nothing else run"
@@ -82,7 +83,7 @@ class Membership:
         self._changed = threading.Condition()
         self._forming = threading.Lock()
         self._mender: threading.Thread | None = None
-        self._mend_again = False
+        self._is_mending = self._mend_again = self._in_run = False
         self._closing = False
         self._lost = ""
         self._doing = ""
@@ -306,9 +307,12 @@ class Membership:
                     problem = found
                     self.release(problem)
             if pending:
+                names = ", ".join(self.workers[number].id for number in pending)
+                self._doing = f"the process group is being formed; {names} has not come yet"
                 time.sleep(0.002)
             if self._closing:
                 return "the cluster is being stopped"
+        self._doing = ""
         return problem
 
     def _problem_of(self, number: int, future: Future[Reply]) -> str:
@@ -364,8 +368,13 @@ class Membership:
         if number < len(self.workers):
             self.workers[number].seen = time.monotonic()
 
-    def died(self, number: int, *, during_run: bool) -> None:
-        """Take the news that an engine is gone; a new process takes its place."""
+    def begin_run(self) -> None:
+        """Leave those who die from now on to the cell that begins; `after_run` mends what it leaves."""
+        with self._changed:
+            self._in_run = True
+
+    def died(self, number: int) -> bool:
+        """Take the news that an engine is gone; return whether a cell runs, else a new process takes its place."""
         with self._changed:
             if number < len(self.workers):
                 worker = self.workers[number]
@@ -373,16 +382,13 @@ class Membership:
                 worker.alive, worker.store_port, worker.pid, worker.busy_with = False, 0, None, ""
                 worker.warm = False
             self._changed.notify_all()
+            if self._in_run:
+                return True
             if number < len(self.workers) and self.workers[number].removed:
-                return
-            # The end of a cell may be known before the death that has caused it: then the mender has begun without it.
-            if not self._ready.is_set():
-                self._mend_again = True
-                return
-            if during_run and self._error is None:
-                return
+                return False
             self._ready.clear()  # before anybody sees that one is missing
-        self.mend()
+            self.mend()
+            return False
 
     def mark_running(self, run_id: str, numbers: Iterable[int]) -> None:
         """Note what the workers are busy with."""
@@ -412,12 +418,13 @@ class Membership:
             self._launch.start([worker], len(self.workers))
             self._await_workers([worker], lambda count: None)
             self._await_stores([worker], lambda count: None)
-        except OpenClawError as error:
+        except (OpenClawError, OSError) as error:
             self.notes.append(f"No new process could be started in the place of {worker.id}: {error}")
             return
         self.warm_up([worker])
         self._await_warmth(worker)
-        ready(worker.number)
+        if worker.alive:
+            ready(worker.number)
 
     def take_spare(self, number: int) -> int | None:
         """Let a spare take the place of a worker, which becomes one; return its number, or None."""
@@ -480,7 +487,7 @@ class Membership:
             return
         asked = self.door.request_at_once(source.number, ListModules())
         wait([asked], timeout=_ANSWER_SECONDS)
-        with contextlib.suppress(WorkerDiedError, TimeoutError):
+        with contextlib.suppress(OpenClawError, TimeoutError):
             reply = asked.result(timeout=0)
             if isinstance(reply, Done):
                 order = ImportModules(**reply.value)
@@ -499,7 +506,8 @@ class Membership:
 
         def tell() -> None:
             self._await_warmth(self.workers[number])
-            ready(number)
+            if self.workers[number].alive:
+                ready(number)
 
         threading.Thread(target=tell, name="openclaw-warm", daemon=True).start()
 
@@ -525,14 +533,16 @@ class Membership:
             Workers that have come into it, and so have its variables.
         """
         self._blank -= set(joined)
-        for worker in self.workers:
-            if worker.number not in busy:
-                worker.busy_with = ""
-        is_changing = any(thread.is_alive() for thread in self._replacing)
-        if not clean or is_changing or not all(worker.alive for worker in self.present):
-            self.mend()
-        else:
-            self._tell_blank()
+        with self._changed:
+            self._in_run = False
+            for worker in self.workers:
+                if worker.number not in busy:
+                    worker.busy_with = ""
+            is_changing = any(thread.is_alive() for thread in self._replacing)
+            if not clean or is_changing or not all(worker.alive for worker in self.present):
+                self.mend()
+                return
+        self._tell_blank()
 
     def reform(self, replace_busy: bool) -> None:
         """Form a fresh group; end workers that are stuck in a cell when told to.
@@ -563,9 +573,10 @@ class Membership:
         with self._changed:
             self._ready.clear()
             self._error = None
-            if self._mender is not None and self._mender.is_alive():
+            if self._is_mending:
                 self._mend_again = True
                 return
+            self._is_mending = True
             self._mender = threading.Thread(target=self._mend, name="openclaw-mend", daemon=True)
             self._mender.start()
 
@@ -577,8 +588,11 @@ class Membership:
             except OpenClawError as error:
                 # Kept for whoever runs the next cell.
                 self._error = error
+            except OSError as error:  # no process can be started: no memory, too many of them
+                self._error = StartError(f"The workers could not be mended: {error}")
             with self._changed:
                 if not self._mend_again:
+                    self._is_mending = False
                     self._ready.set()
                     return
 
@@ -608,9 +622,7 @@ class Membership:
             self._await_stores(dead, lambda count: None)
         self._tell_blank()
         self._await_answers()
-        self._doing = "the process group is being formed"
         self._form()
-        self._doing = ""
 
     def _await_answers(self) -> None:
         """Wait for workers that have not said where they are: in native code they answer when they come out."""
@@ -634,7 +646,7 @@ class Membership:
                 raise ClusterError(self._lost or "The cluster is being stopped, or left to another owner.")
             waited = time.monotonic() - started
             stuck = [w for w in self.workers if w.busy_with and w.alive]
-            if stuck and waited > _PATIENCE_SECONDS:
+            if stuck and waited > _STUCK_SECONDS:
                 raise ClusterError(
                     f"{stuck[0].id} is still inside an earlier cell, probably in native code. "
                     "It rejoins by itself when it comes out; %openclaw reset --replace starts a new process "

@@ -257,12 +257,11 @@ class CellRun:
             self._inbox.put(("event", self._rank_of[event.worker], event))
 
     def worker_died(self, worker: int) -> None:
-        """Take the news that a worker's process ended."""
-        if worker in self._rank_of:
-            self._inbox.put(("died", self._rank_of[worker], None))
+        """Take the news that a worker's process ended, be it in the cell or on its way in."""
+        self._inbox.put(("died", -1, worker))
 
     def offer(self, worker: int) -> None:
-        """Take the news that a worker is ready to take part; it comes in where the cell lets it."""
+        """Take the news that a worker is ready to take part; it comes in, once, where the cell lets it."""
         self._inbox.put(("offer", -1, worker))
 
     def dismiss(self, worker: int) -> None:
@@ -362,10 +361,11 @@ class CellRun:
             case "event":
                 self._take_event(rank, item)
             case "died":
-                self._die(rank)
+                self._take_death(item)
             case "offer" if self._mender is not None:
-                self._waiting.append(item)
-                self._invite()
+                if item not in self._waiting and item not in self._rank_of:
+                    self._waiting.append(item)
+                    self._invite()
             case "dismiss" if self._mender is not None:
                 self._leaving.append(item)
                 self._invite()
@@ -406,6 +406,12 @@ class CellRun:
             self._die(held)
 
     # ------------------------------------------------------------------------- workers go and come
+
+    def _take_death(self, worker: int) -> None:
+        if worker in self._waiting:
+            self._waiting.remove(worker)
+        if worker in self._rank_of:
+            self._die(self._rank_of[worker])
 
     def _die(self, rank: int) -> None:
         if self._mender is not None and self._can_go_on(rank):
