@@ -206,9 +206,11 @@ def test_a_cell_goes_on_in_its_midst_with_other_workers(
     options = {"checkpoint": str(tmp_path), "checkpoint_every": "2", "resume": True}
     broken = lab.train(SETTING.format(stop=7), CELLS[cell] + STATE, first, options=options)
     assert any(failure.error_type == "KeyError" for failure in broken.failures.values())
-    # Written every second step, but for those that the disk was too slow for.
     newest = max(step.name for step in tmp_path.glob("step-????????"))
-    assert "step-00000001" < newest <= "step-00000007"
+    if "late, as the one before was still being written" in "\n".join(broken.notes):  # a slow disk
+        assert newest in ("step-00000005", "step-00000007")
+    else:
+        assert newest == "step-00000006"
     # Everything is built anew, as in a new kernel; what the cell had bound is gone.
     result = lab.train("%reset -f\n" + SETTING.format(stop=None), CELLS[cell] + STATE, then, options=options)
     assert result.ok, [f"{f.error_type}: {f.message}" for f in result.failures.values()]

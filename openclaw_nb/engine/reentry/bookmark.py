@@ -69,13 +69,14 @@ def mark(tree: ast.Module, loops: Loops, number: int, namespace: Mapping[str, An
 
 
 def _written(one: Pass) -> dict[str, Any]:
-    numbers = {"given": one.given, "taken": one.taken, "is_over": one.is_over}
-    drawn_from = pickle.loads(one.drawn_from) if one.drawn_from else None
+    # The pickles are this process's own.
     return {
         "start": pickle.loads(one.start),
-        "drawn_from": drawn_from,
-        **numbers,
-    }  # this process's own pickles
+        "drawn_from": pickle.loads(one.drawn_from) if one.drawn_from else None,
+        "given": one.given,
+        "taken": one.taken,
+        "is_over": one.is_over,
+    }
 
 
 def find(place: Mapping[str, Any], tree: ast.Module, namespace: Mapping[str, Any]) -> Bookmark:
@@ -113,7 +114,8 @@ def _kind(name: str, left: Mapping[str, str]) -> str:
 
 def _read(one: Mapping[str, Any]) -> Pass:
     start = pickle.dumps(one["start"], protocol=5)
-    drawn_from = b"" if one["drawn_from"] is None else pickle.dumps(one["drawn_from"], protocol=5)
+    drawn = one.get("drawn_from")  # checkpoints of an older version are without it
+    drawn_from = b"" if drawn is None else pickle.dumps(drawn, protocol=5)
     return Pass(start, one["given"], one["taken"], is_over=one["is_over"], drawn_from=drawn_from)
 
 

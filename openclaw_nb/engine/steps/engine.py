@@ -224,6 +224,8 @@ class StepEngine:
         return self._window.is_open or self.is_void
 
     def _holds_schedule(self, scheduler: LRScheduler) -> bool:
+        if scheduler._is_initial:  # it is made now, and sets its first rate
+            return False
         ours = self._objects.optimizers.values()
         return self._holds_back() and any(scheduler.optimizer is each for each in ours)
 

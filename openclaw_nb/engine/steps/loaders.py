@@ -12,6 +12,7 @@ first batch, which differs where several loaders are begun together. Knows loade
 from __future__ import annotations
 
 import itertools
+import weakref
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -164,14 +165,23 @@ class Steps(Protocol):
         """Return what an operation of all ranks returns."""
 
 
-@dataclass
 class _Twin:
-    """A loader that draws the slices of another one's batches: for whom, and in which pass it was used last."""
+    """A loader that draws the slices of another one's batches: of whom, and for which pass it is used."""
 
-    of: DataLoader[Any]
-    batches: SlicedBatches
-    loader: DataLoader[Any]
-    last: Pass
+    def __init__(self, of: DataLoader[Any], batches: SlicedBatches, loader: DataLoader[Any]) -> None:
+        self.of, self.batches, self.loader = of, batches, loader
+        self._last: Pass | None = None
+        self._iterator: Callable[[], object] = lambda: None
+
+    @property
+    def is_used(self) -> bool:
+        """Whether a pass is under way, or may begin: somebody holds its iterator."""
+        return self._last is not None and not self._last.is_over and self._iterator() is not None
+
+    def use(self, one: Pass, iterator: Generator[Any, None, None]) -> Iterator[Any]:
+        """Take note of a pass, and return its iterator."""
+        self._last, self._iterator = one, weakref.ref(iterator)
+        return iterator
 
 
 class LoaderSplitter:
@@ -269,9 +279,9 @@ class LoaderSplitter:
     def _sliced(self, loader: DataLoader[Any]) -> Iterator[Any]:
         """Begin a pass, by what the single-device loader does when it is asked for an iterator."""
         one = Pass(self._make_common(loader))
-        twin = self._twin(loader, one)
+        twin = self._twin(loader)
         twin.batches.restart()
-        return self._pass(one, twin, self._begin(twin.loader), is_new=True)
+        return twin.use(one, self._pass(one, twin, self._begin(twin.loader), is_new=True))
 
     def _resumed(self, loader: DataLoader[Any]) -> Iterator[Any]:
         """Go on with a pass of the other ranks, with the random numbers that it began with, after what is trained."""
@@ -279,14 +289,16 @@ class LoaderSplitter:
         if one is None:
             yield from self._sliced(loader)
             return
-        twin = self._twin(loader, one)
+        twin = self._twin(loader)
         randomness.restore(one.start, randomness.generators_of(loader))
         twin.batches.restart(one.taken, one.drawn_from)
         fetched = self._begin(twin.loader)
         twin.batches.begin()
-        yield from self._pass(one, twin, fetched, is_new=False)
+        yield from twin.use(one, self._pass(one, twin, fetched, is_new=False))
 
-    def _pass(self, one: Pass, twin: _Twin, fetched: Iterable[Any], *, is_new: bool) -> Iterator[Any]:
+    def _pass(
+        self, one: Pass, twin: _Twin, fetched: Iterable[Any], *, is_new: bool
+    ) -> Generator[Any, None, None]:
         if is_new:
             self._loops.begin_pass(one)
         self._steps.shares.num_open += 1
@@ -339,19 +351,19 @@ class LoaderSplitter:
         finally:
             randomness.restore(before, generators)
 
-    def _twin(self, loader: DataLoader[Any], one: Pass) -> _Twin:
+    def _twin(self, loader: DataLoader[Any]) -> _Twin:
         """Return the loader's sliced twin for a pass; it is kept, so that persistent worker processes persist.
 
         A loader that is iterated while another pass of it is under way gets one more.
         """
-        found = self._inner.get(id(loader))
-        if found is None or not found.last.is_over:
-            self._check(loader)
-            batches = SlicedBatches(self._ranks, self._steps.shares, loader)
-            found = _Twin(loader, batches, twin(loader, batches, pinning=self._pinning), one)
-            self._inner.setdefault(id(loader), found)
-        found.last = one
-        return found
+        kept = self._inner.get(id(loader))
+        if kept is not None and not kept.is_used:
+            return kept
+        self._check(loader)
+        batches = SlicedBatches(self._ranks, self._steps.shares, loader)
+        made = _Twin(loader, batches, twin(loader, batches, pinning=self._pinning))
+        self._inner.setdefault(id(loader), made)
+        return made
 
     def _check(self, loader: DataLoader[Any]) -> None:
         if isinstance(loader.dataset, IterableDataset) or loader.batch_sampler is None:
