@@ -256,6 +256,45 @@ def test_rank_0_dies_and_its_successor_gives_the_variables(spared: Lab) -> None:
     check(spared, LOOPS["plain"])
 
 
+SHORT = LOOPS["enumerate"].replace("range(8)", "range(3)")
+
+
+def spare_of(lab: Lab) -> int:
+    (pid,) = [worker.pid for worker in lab.master.workers if worker.spare]
+    assert pid is not None
+    return pid
+
+
+def test_an_idle_spare_dies_and_the_cell_has_as_many_ranks_as_before(spared: Lab) -> None:
+    await_spare(spared)
+    run = start(spared, SHORT, pace(kill_at=0, full=1))
+    os.kill(spare_of(spared), signal.SIGKILL)
+    result = end(run)
+    assert (len(result.deaths), len(result.joined), len(run.ranks)) == (0, 0, 2)
+    check(spared, SHORT)
+    await_spare(spared)
+
+
+@pytest.mark.parametrize("after", [0.0, 0.02])
+def test_a_spare_dies_on_its_way_in(spared: Lab, after: float) -> None:
+    await_spare(spared)
+    spare, victim = spare_of(spared), next(w.pid for w in spared.master.workers if not w.spare)
+    assert victim is not None
+    run = start(spared, SHORT, pace(kill_at=0, full=1))
+    time.sleep(0.3)
+    os.kill(victim, signal.SIGKILL)
+    time.sleep(after)
+    os.kill(spare, signal.SIGKILL)
+    result = end(run)
+    assert len(result.deaths) in (1, 2), "two, if it was in"
+    await_spare(spared)
+    there = [
+        rank for rank, number in spared.master._members.all_ranks().items() if number in run.ranks.values()
+    ]
+    assert there
+    check(spared, SHORT, ranks=there)
+
+
 def test_a_spare_has_imported_beforehand_what_the_variables_come_from(spared: Lab, tmp_path: Path) -> None:
     (tmp_path / "seldom.py").write_text("import time\nimported = time.monotonic()\n")
     spared.good(f"import sys\nsys.path.insert(0, {str(tmp_path)!r})\nimport seldom", targets=[0, 1])
