@@ -234,7 +234,7 @@ def await_spare(lab: Lab) -> None:
         time.sleep(0.05)
 
 
-OFTEN = ("enumerate", "a function an epoch", "validation in the midst of a pass", "islice and zip")
+OFTEN = ("enumerate", "a function an epoch")
 
 
 @pytest.mark.parametrize(
@@ -275,7 +275,7 @@ def test_an_idle_spare_dies_and_the_cell_has_as_many_ranks_as_before(spared: Lab
     await_spare(spared)
 
 
-@pytest.mark.parametrize("after", [0.0, 0.02])
+@pytest.mark.parametrize("after", [0.02, pytest.param(0.0, marks=pytest.mark.soak)])
 def test_a_spare_dies_on_its_way_in(spared: Lab, after: float) -> None:
     await_spare(spared)
     spare, victim = spare_of(spared), next(w.pid for w in spared.master.workers if not w.spare)
@@ -307,7 +307,13 @@ def test_a_spare_has_imported_beforehand_what_the_variables_come_from(spared: La
     assert max(spared.pull("imported", rank) for rank in range(2)) < began
 
 
-@pytest.mark.parametrize("case", ["batchnorm", "accumulate", "loader processes"])
+@pytest.mark.parametrize(
+    "case",
+    [
+        "accumulate",
+        *(pytest.param(case, marks=pytest.mark.soak) for case in ("batchnorm", "loader processes")),
+    ],
+)
 def test_a_newcomer_takes_part_in(spared: Lab, case: str) -> None:
     await_spare(spared)
     loop, setup, right = LOOPS["plain"].replace("    scheduler.step()\n", ""), SETUP, SETUP

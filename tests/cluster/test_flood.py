@@ -74,7 +74,7 @@ def kernel() -> Iterator[Kernel]:
 
 @pytest.mark.parametrize(
     "source",
-    [LINES, DISPLAYS, RETURNS, ONE_LINE, FIGURES],
+    [pytest.param(LINES, marks=pytest.mark.soak), DISPLAYS, RETURNS, ONE_LINE, FIGURES],
     ids=["lines", "displays", "returns", "one line", "large figures"],
 )
 def test_a_flood_is_bounded_everywhere(kernel: Kernel, source: str) -> None:

@@ -110,6 +110,7 @@ def test_the_cells_own_collectives_are_made_by_gloo(trio: Lab) -> None:
     assert trio.master.communication == "sums by MPI, dist.* by gloo"
 
 
+@pytest.mark.soak
 def test_auto_shares_memory_and_leaves_mpi_alone() -> None:
     master = a_set(2, "auto")
     try:
@@ -357,6 +358,7 @@ def test_a_death_between_cells_is_told_by_the_next(pair: Lab) -> None:
         pair.run("1")
 
 
+@pytest.mark.soak
 def test_a_rank_that_leaves_without_an_error_ends_the_set_too(pair: Lab) -> None:
     result = pair.run("import os, time\nif rank == 1: os._exit(0)\ntime.sleep(60)")
     assert result.died[0] == 1

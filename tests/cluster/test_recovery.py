@@ -118,7 +118,7 @@ def test_killed_at_any_statement_of_the_loop(pair: Lab, place: str, count: int) 
     assert "rank 1 (worker-1) died" in result.notes[0]
 
 
-@pytest.mark.parametrize("seconds", [0.0, 0.01])
+@pytest.mark.parametrize("seconds", [0.01, pytest.param(0.0, marks=pytest.mark.soak)])
 def test_killed_while_the_cell_begins(lab: Lab, seconds: float) -> None:
     """The objects of the cell are found, and made equal on all ranks."""
     lab.good(SCHEDULED)
