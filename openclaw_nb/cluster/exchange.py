@@ -19,12 +19,15 @@ from openclaw_nb.cluster.run import Channel
 from openclaw_nb.core.errors import ClusterError, NoRoomError, UnknownNameError, UsageError
 from openclaw_nb.protocol import codec
 from openclaw_nb.protocol.messages import (
+    BorrowVariables,
     Command,
     Complete,
     DescribeVariables,
     Failed,
+    LendVariables,
     ReceiveVariables,
     SendVariables,
+    TakeBackVariables,
 )
 
 _COMPLETE_SECONDS = 1.0
@@ -108,6 +111,23 @@ class Exchange:
                 _remove(path)
             return
         raise NoRoomError(" ".join([*problems, "Free some, or send less at a time."]))
+
+    def hand_over(self, lender: int, borrowers: Sequence[int]) -> dict[str, str]:
+        """Give workers all variables of another one; return names that could not be sent, with the reason.
+
+        Raises
+        ------
+        ClusterError
+            When they cannot be taken over.
+        """
+        lent = self._ask(lender, LendVariables())
+        try:
+            for worker in borrowers:
+                self._ask(worker, BorrowVariables(path=lent["path"]))
+        finally:
+            self._channel.request(lender, TakeBackVariables())
+        left: dict[str, str] = lent["left"]
+        return left
 
     def describe(
         self, ranks: Mapping[int, int], names: Sequence[str]

@@ -27,7 +27,7 @@ from openclaw_nb.cluster.files import ClusterFiles
 from openclaw_nb.cluster.guardian import Guardian
 from openclaw_nb.cluster.ipp import Door
 from openclaw_nb.cluster.launch import BACKENDS, SET_ENDED, check_devices, check_installed, check_words
-from openclaw_nb.cluster.membership import Membership, Progress
+from openclaw_nb.cluster.membership import HandOver, Membership, Progress
 from openclaw_nb.cluster.ownership import CLUSTER_VARIABLE, end_processes, new_cluster_id
 from openclaw_nb.cluster.pace import Paces
 from openclaw_nb.cluster.planning import (
@@ -565,7 +565,27 @@ class MasterNode:
             joined = [change.worker for change in result.joined if change.worker in there]
             if result.died and self._max_retries and self._run is not None and self._run.strategy is None:
                 self._membership.notes.append(_NO_RECOVERY.format(why=why_not_elastic(None)))
-            self._membership.after_run(clean=result.ok and not result.cause, busy=busy, joined=joined)
+            self._membership.after_run(
+                clean=result.ok and not result.cause,
+                busy=busy,
+                joined=joined,
+                hand_over=self._hand_over(self._run, result),
+            )
+
+    def _hand_over(self, run: CellRun | None, result: RunResult) -> HandOver | None:
+        """Return what gives the variables of a cell that was open to newcomers to those that came too late for it."""
+        lender = next(iter(result.values), None)
+        if run is None or not run.is_elastic or lender is None or lender not in run.ranks:
+            return None
+        number, exchange = run.ranks[lender], self._require_exchange()
+
+        def hand_over(borrowers: Sequence[Worker]) -> str:
+            left = exchange.hand_over(number, [worker.number for worker in borrowers])
+            listed = ", ".join(f"`{name}` ({reason})" for name, reason in left.items())
+            end = f", but for {listed}, which cannot be sent" if left else ""
+            return f"has the variables of {self._members.workers[number].id} now{end}"
+
+        return hand_over
 
     def interrupt(self) -> bool:
         """Stop what runs on the workers, state kept; return whether anything ran."""

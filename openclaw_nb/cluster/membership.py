@@ -38,6 +38,7 @@ from openclaw_nb.protocol.messages import (
 )
 
 Progress = Callable[[int, int, str], None]
+HandOver = Callable[[Sequence[Worker]], str]
 _START_SECONDS = 120.0
 _RENDEZVOUS_SECONDS = 600.0
 _POLL_SECONDS = 0.05
@@ -90,6 +91,7 @@ class Membership:
         self._first_death = ""
         self._replacing: list[threading.Thread] = []
         self._blank: set[int] = set()
+        self._hand_over: HandOver | None = None
 
     # ----------------------------------------------------------------------------------------- start
 
@@ -432,6 +434,7 @@ class Membership:
         if spare is None:
             return None
         spare.spare, self.workers[number].spare = False, True
+        self._blank.add(spare.number)
         return spare.number
 
     def add(self, devices: Sequence[Device]) -> list[Worker]:
@@ -520,7 +523,14 @@ class Membership:
             time.sleep(_POLL_SECONDS)
             self._locate(worker)
 
-    def after_run(self, *, clean: bool, busy: Sequence[int], joined: Sequence[int] = ()) -> None:
+    def after_run(
+        self,
+        *,
+        clean: bool,
+        busy: Sequence[int],
+        joined: Sequence[int] = (),
+        hand_over: HandOver | None = None,
+    ) -> None:
         """Put the group in order after a cell: nothing to do after a clean one.
 
         Parameters
@@ -531,6 +541,8 @@ class Membership:
             Workers that have not left the cell.
         joined : sequence of int
             Workers that have come into it, and so have its variables.
+        hand_over : callable, optional
+            Gives the cell's variables to those that came too late for it; returns what they did, for the person.
         """
         self._blank -= set(joined)
         with self._changed:
@@ -539,10 +551,10 @@ class Membership:
                 if worker.number not in busy:
                     worker.busy_with = ""
             is_changing = any(thread.is_alive() for thread in self._replacing)
-            if not clean or is_changing or not all(worker.alive for worker in self.present):
+            is_blank = any(worker.number in self._blank for worker in self.members)
+            if not clean or is_changing or is_blank or not all(worker.alive for worker in self.present):
+                self._hand_over = hand_over
                 self.mend()
-                return
-        self._tell_blank()
 
     def reform(self, replace_busy: bool) -> None:
         """Form a fresh group; end workers that are stuck in a cell when told to.
@@ -596,16 +608,26 @@ class Membership:
                     self._ready.set()
                     return
 
-    def _tell_blank(self) -> None:
-        blank = [self.workers[number].id for number in sorted(self._blank)]
-        blank = [worker.id for worker in self.members if worker.id in blank]
+    def _furnish(self) -> None:
+        """Give those that have no variables what the last cell has left, or say that they have none."""
+        blank = [worker for worker in self.members if worker.number in self._blank]
+        hand_over, self._hand_over = self._hand_over, None
         self._blank.clear()
-        if blank:
-            names = ", ".join(blank)
-            self.notes.append(
-                f"{names} is a new process without variables: run the cells that build them again, "
-                "or %openclaw push."
-            )
+        if not blank:
+            return
+        names = ", ".join(worker.id for worker in blank)
+        why = ""
+        if hand_over is not None:
+            self._doing = f"{names} takes over the variables"
+            try:
+                self.notes.append(f"{names} came too late for the cell and {hand_over(blank)}.")
+                return
+            except OpenClawError as error:
+                why = f" ({error})"
+        self.notes.append(
+            f"{names} is a new process without variables{why}: run the cells that build them again, "
+            "or %openclaw push."
+        )
 
     def _mend_once(self) -> None:
         for thread in self._replacing:
@@ -620,9 +642,9 @@ class Membership:
             self._launch.start(dead, len(self.workers))
             self._await_workers(dead, lambda count: None)
             self._await_stores(dead, lambda count: None)
-        self._tell_blank()
         self._await_answers()
         self._form()
+        self._furnish()
 
     def _await_answers(self) -> None:
         """Wait for workers that have not said where they are: in native code they answer when they come out."""

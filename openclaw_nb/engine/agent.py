@@ -26,6 +26,7 @@ from openclaw_nb.engine.record import Record
 from openclaw_nb.engine.regroup import CellRegrouper
 from openclaw_nb.engine.steps.pace import Pace
 from openclaw_nb.protocol.messages import (
+    BorrowVariables,
     Command,
     Complete,
     DescribeVariables,
@@ -34,6 +35,7 @@ from openclaw_nb.protocol.messages import (
     Failed,
     FormGroup,
     ImportModules,
+    LendVariables,
     ListModules,
     Locate,
     Meet,
@@ -47,11 +49,13 @@ from openclaw_nb.protocol.messages import (
     SendVariables,
     SetPace,
     StrategySpec,
+    TakeBackVariables,
     Whereabouts,
 )
 
 if TYPE_CHECKING:
     from openclaw_nb.engine.group.service import GroupService
+    from openclaw_nb.engine.reentry.parcel import Parcel
 
 _BEAT_SECONDS = 0.5
 _INTERRUPT_AGAIN_SECONDS = 0.5
@@ -84,6 +88,7 @@ class Agent:
         self._pace = Pace()
         self._introduced: dict[str, Any] = {}
         self._captured = False
+        self._lent: Parcel | None = None
         self._bytes_at_start = self._bytes_at_cell = 0
         self._beater: threading.Thread | None = None
         self._lock = threading.Lock()
@@ -113,6 +118,14 @@ class Agent:
                     return Done(value=variables.send(self._shell.user_ns, command.names, command.path))
                 case ReceiveVariables():
                     return Done(value=variables.receive(self._shell.user_ns, command.path))
+                case LendVariables():
+                    return Done(value=self._lend())
+                case BorrowVariables():
+                    self._borrow(command.path)
+                    return Done()
+                case TakeBackVariables():
+                    self._take_back()
+                    return Done()
                 case DescribeVariables():
                     return Done(value=variables.describe(self._shell.user_ns, command.names))
                 case Complete():
@@ -168,6 +181,23 @@ class Agent:
         own = {n for n, value in self._introduced.items() if self._shell.user_ns.get(n, value) is not value}
         self._introduced = names
         self._shell.push({n: value for n, value in names.items() if n not in own}, interactive=False)
+
+    def _lend(self) -> dict[str, Any]:
+        from openclaw_nb.engine.reentry.parcel import pack
+
+        self._take_back()
+        self._lent = pack(self._shell.user_ns, self._shell.user_ns_hidden)
+        return {"path": self._lent.path, "left": self._lent.left}
+
+    def _borrow(self, path: str) -> None:
+        from openclaw_nb.engine.reentry.parcel import unpack
+
+        unpack(path, self._shell.user_ns, self._shell.user_ns_hidden)
+
+    def _take_back(self) -> None:
+        if self._lent is not None:
+            self._lent.close()
+            self._lent = None
 
     def _complete(self, command: Complete) -> dict[str, Any]:
         if not command.code.strip():

@@ -13,7 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-PROTOCOL_VERSION = 6
+PROTOCOL_VERSION = 7
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,6 +119,26 @@ class ReceiveVariables:
 
 
 @dataclass(frozen=True, kw_only=True)
+class LendVariables:
+    """Let other workers of this host read all variables that can be sent, until `TakeBackVariables`.
+
+    The reply's ``path`` is where, its ``left`` which names cannot be sent, with the reason.
+    """
+
+
+@dataclass(frozen=True, kw_only=True)
+class BorrowVariables:
+    """Take all variables that another worker lends at ``path``."""
+
+    path: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class TakeBackVariables:
+    """Lend no variables any more."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class DescribeVariables:
     """Say type, size and a digest of variables without sending them."""
 
@@ -217,6 +237,9 @@ Command = (
     | RunCell
     | SendVariables
     | ReceiveVariables
+    | LendVariables
+    | BorrowVariables
+    | TakeBackVariables
     | DescribeVariables
     | Complete
     | Release

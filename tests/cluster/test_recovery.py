@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import os
 import random
+import re
 import signal
 import threading
 from collections.abc import Iterator
@@ -246,6 +247,20 @@ def killed_at_random(lab: Lab, num_workers: int, num_deaths: int, dice: random.R
     assert result is not None, f"the cell hangs: {run.who_waits_where()}"
     check(lab, result, expected_state(setup, slow), [rank for rank in ranks if rank not in victims])
     return result
+
+
+def test_who_comes_too_late_for_the_cell_has_its_variables(pair: Lab) -> None:
+    """Functions and aliases among them; its own `rank` stays. The next cell trains on with all."""
+    setup = SCHEDULED + "\nfactor, alias = 3, model\ndef scaled(value):\n    return factor * value\n"
+    pair.master.take_notes()
+    result = train(pair, 2, "step", {LAST: 1}, setup, LOOP)
+    assert (len(result.deaths), len(result.joined)) == (1, 0)
+    pair.good("assert scaled(rank) == 3 * rank")
+    pair.good("assert alias is model\nassert optimizer.param_groups[0]['params'][0] is model[0].weight")
+    (note,) = [n for n in pair.master.take_notes() if "came too late" in n]
+    assert re.match(r"worker-\d came too late for the cell and has the variables of worker-\d now", note)
+    states = [pair.pull("state", rank) for rank in range(2)]
+    torch.testing.assert_close(states[0], states[1], rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("seed", range(1))

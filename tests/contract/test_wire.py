@@ -17,6 +17,7 @@ import torch
 from openclaw_nb.protocol import codec, messages
 from openclaw_nb.protocol.messages import (
     AtHead,
+    BorrowVariables,
     Complete,
     DescribeVariables,
     Done,
@@ -24,6 +25,7 @@ from openclaw_nb.protocol.messages import (
     Failed,
     FormGroup,
     ImportModules,
+    LendVariables,
     ListModules,
     Locate,
     Measured,
@@ -39,11 +41,12 @@ from openclaw_nb.protocol.messages import (
     SetPace,
     Shown,
     StrategySpec,
+    TakeBackVariables,
     Whereabouts,
 )
 
 # Change a line here only together with PROTOCOL_VERSION. Fields with "=" have a default.
-VERSION = 6
+VERSION = 7
 WIRE = {
     "StrategySpec": "name options= model= optimizer= loader= split= reduction= sync_batchnorm=",
     "FormGroup": (
@@ -54,6 +57,9 @@ WIRE = {
     "SetPace": "run_id speeds= continuous= slowdowns=",
     "SendVariables": "names path",
     "ReceiveVariables": "path",
+    "LendVariables": "",
+    "BorrowVariables": "path",
+    "TakeBackVariables": "",
     "DescribeVariables": "names",
     "Complete": "code cursor",
     "Release": "epoch run_id cause grace_seconds",
@@ -105,6 +111,9 @@ EXAMPLES = [
     RunCell(run_id="r-2", epoch=3, source="", execution_count=0, strategy=SPEC, compare_names=True),
     SendVariables(names=["x", "y"], path="/dev/shm/a"),
     ReceiveVariables(path="/dev/shm/a"),
+    LendVariables(),
+    BorrowVariables(path="/proc/7/fd/9"),
+    TakeBackVariables(),
     DescribeVariables(names=[]),
     Complete(code="mod", cursor=3),
     Regroup(run_id="r-1", group=FORM, cause="rank 0 died"),

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from openclaw_nb.core.errors import CheckpointError, OpenClawError, RefusedError
+from openclaw_nb.core.errors import CheckpointError, RefusedError
 from openclaw_nb.engine.group.ranks import Ranks
 from openclaw_nb.engine.objects.names import tree_of
 from openclaw_nb.engine.parallel.base import Strategy
@@ -222,12 +222,7 @@ class Gate:
         return state
 
     def _take(self, parcel: Parcel) -> Any:
-        own = {name: self._namespace[name] for name in self._hidden if name in self._namespace}
-        try:
-            entry: _Entry = unpack(parcel, self._namespace)
-        except Exception as error:
-            raise OpenClawError(f"The variables could not be taken over: {error}") from error
-        self._namespace.update(own)  # a function brings what it reads, the other worker's `rank` for one
+        entry: _Entry = unpack(parcel.path, self._namespace, self._hidden)
         self._entry = entry
         if parcel.left:
             listed = ", ".join(f"`{name}` ({reason})" for name, reason in parcel.left.items())

@@ -23,6 +23,8 @@ from typing import Any
 import cloudpickle
 import torch
 
+from openclaw_nb.core.errors import OpenClawError
+
 # What the shell itself keeps: histories of inputs and outputs.
 _HISTORY = re.compile(r"_+|_i+|_i?\d+|_[dio]h|_exit_code")
 _unpacked_into: ContextVar[dict[str, Any]] = ContextVar("unpacked_into")
@@ -85,14 +87,24 @@ def _those_that_stay(names: Mapping[str, Any], namespace: Mapping[str, Any]) -> 
     return left
 
 
-def unpack(parcel: Parcel, namespace: dict[str, Any]) -> Any:
-    """Take the names of a parcel into a namespace; return its ``extra``."""
+def unpack(path: str, namespace: dict[str, Any], hidden: Mapping[str, Any]) -> Any:
+    """Take the names of a parcel into a namespace, but for the worker's own; return its ``extra``.
+
+    Raises
+    ------
+    OpenClawError
+        When what was given cannot be taken here.
+    """
+    own = {name: namespace[name] for name in hidden if name in namespace}
     token = _unpacked_into.set(namespace)
     try:
-        names, extra = torch.load(parcel.path, weights_only=False)
+        names, extra = torch.load(path, weights_only=False)
+    except Exception as error:
+        raise OpenClawError(f"The variables could not be taken over: {error}") from error
     finally:
         _unpacked_into.reset(token)
     namespace.update(names)
+    namespace.update(own)  # a function brings what it reads, the other worker's `rank` for one
     return extra
 
 

@@ -47,7 +47,7 @@ def sent(source: str, extra: str = "None") -> tuple[dict[str, Any], dict[str, An
     exec(source, first)
     parcel = pack(first, {"__name__": 0, "__builtins__": 0, "own": 0}, eval(extra, first))
     second: dict[str, Any] = {"__name__": "__main__"}
-    extra_value = unpack(parcel, second)
+    extra_value = unpack(parcel.path, second, {"__name__": 0})
     parcel.close()
     return first, second, parcel.left, extra_value
 
