@@ -10,6 +10,7 @@ from __future__ import annotations
 import ast
 import contextlib
 import random
+import re
 from collections.abc import Iterator
 
 import pytest
@@ -246,7 +247,7 @@ def marked(name: str) -> tuple[str, int]:
     used, text = [], loop
     for function in reversed(functions):  # a function is used by those that follow it
         assert isinstance(function, ast.FunctionDef | ast.ClassDef)
-        if f"{function.name}(" in text:
+        if re.search(rf"(?<![.\w]){function.name}\(", text):
             used.insert(0, function)
             text += ast.unparse(function)
     marks = Marks()
