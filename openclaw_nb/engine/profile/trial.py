@@ -97,8 +97,8 @@ class Profiler:
         report : dict
             ``profile``, on rank 0: ``num_workers``, ``batch_size``, ``timings`` (a dictionary for each number of
             parts: ``num_samples``, and seconds of ``data``, ``model``, ``update``), ``memory_bytes``, ``num_cores``;
-            of one worker ``layers``, ``num_batchnorms``, ``optimizer_factor``; of several ``all_reduces`` and
-            ``messages``, each a short and a long one with bytes and seconds.
+            of one worker ``layers``, ``num_batchnorms``, ``optimizer_factor``; of several ``all_reduces``,
+            ``group_sums`` and ``messages``, each a short and a long one with bytes and seconds.
         """
         names = set(cell_names(self._source).loads)
         report = self._about()  # before there is a copy of everything
@@ -125,6 +125,7 @@ class Profiler:
         size = sum(p.nbytes for p in self._parameters)
         device = self._parameters[0].device
         report["all_reduces"] = links.time_all_reduces(self._ranks, size, device)
+        report["group_sums"] = links.time_group_sums(self._ranks, size, device)
         report["messages"] = links.time_messages(self._ranks, size)
         meeting = links.time_meetings(self._ranks)
         for timing in report["timings"]:

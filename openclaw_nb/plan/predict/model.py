@@ -299,7 +299,7 @@ class _Plan:
         choice = self.choice
         if choice.tensor == 1:
             return 0.0
-        link, parts = self.profile.link(choice.tensor).all_reduce, choice.data * choice.microbatches
+        link, parts = self.profile.link(choice.tensor).group, choice.data * choice.microbatches
         times = []
         for stage in self.stages:
             split = [layer for layer in stage if layer.splits]
@@ -319,6 +319,7 @@ class _Plan:
             return 0.0
         link, size = profile.link(choice.data).all_reduce, self._own_bytes
         if self._is_sharded:
+            link = profile.link(choice.data).group
             # What is in no unit of its own stays gathered between the forward and the backward pass.
             return sum(
                 (2 if unit else 1) * link.all_gather(own, choice.data) + link.reduce_scatter(own, choice.data)

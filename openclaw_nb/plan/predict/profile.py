@@ -60,10 +60,23 @@ class Timing:
 
 @dataclass(frozen=True)
 class Together:
-    """So many workers at once, each with its part of the batch, all ends of steps met; and their links."""
+    """So many workers at once, each with its part of the batch, all ends of steps met; and their links.
+
+    Attributes
+    ----------
+    timing : Timing
+        Of a step.
+    all_reduce : Link
+        What gradients of data parallel training are summed over, through memory where workers share it.
+    group : Link
+        What the workers' group makes its collectives over: those of split layers, and of shards.
+    message : Link
+        What one worker sends to another.
+    """
 
     timing: Timing
     all_reduce: Link
+    group: Link
     message: Link
 
 
@@ -182,9 +195,10 @@ def _timing(told: Mapping[str, Any]) -> Timing:
 
 
 def _together(told: Mapping[str, Any]) -> Together:
-    reduces, messages = told["all_reduces"], told["messages"]
+    reduces, sums, messages = told["all_reduces"], told["group_sums"], told["messages"]
     return Together(
         _timing(told["timings"][0]),
-        fit_all_reduce(tuple(reduces[0]), tuple(reduces[1]), told["num_workers"]),
-        fit_message(tuple(messages[0]), tuple(messages[1])),
+        all_reduce=fit_all_reduce(tuple(reduces[0]), tuple(reduces[1]), told["num_workers"]),
+        group=fit_all_reduce(tuple(sums[0]), tuple(sums[1]), told["num_workers"]),
+        message=fit_message(tuple(messages[0]), tuple(messages[1])),
     )

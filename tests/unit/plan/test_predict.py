@@ -43,7 +43,7 @@ def a_profile(**fields: object) -> Profile:
 
 
 def perfect(*counts: int, link: Link = LINK) -> dict[int, Together]:
-    return {n: Together(Timing(0.01 / n, 0.4 / n, 0.04), link, link) for n in counts}
+    return {n: Together(Timing(0.01 / n, 0.4 / n, 0.04), link, link, link) for n in counts}
 
 
 # ------------------------------------------------------------------------------------------------- messages
@@ -185,7 +185,9 @@ def test_a_hybrid_is_the_product_of_its_axes() -> None:
 
 def test_workers_that_disturb_each_other_take_longer() -> None:
     """Four workers on two cores: each takes twice as long, so that nothing is gained over two."""
-    together = {n: Together(Timing(0.0, 0.4 / n * slow, 0.0), LINK, LINK) for n, slow in ((2, 1.0), (4, 2.0))}
+    together = {
+        n: Together(Timing(0.0, 0.4 / n * slow, 0.0), LINK, LINK, LINK) for n, slow in ((2, 1.0), (4, 2.0))
+    }
     profile = a_profile(alone={8: Timing(0.0, 0.4, 0.0)}, together=together)
     assert (profile.contention(2), profile.contention(4)) == (1.0, 2.0)
     two, four = (predict(profile, Choice("data_parallel", data=n)).compute_seconds for n in (2, 4))
@@ -357,14 +359,25 @@ def test_reports_of_workers_become_a_profile() -> None:
         "num_cores": 2,
         "num_batchnorms": 0,
     }
+    slower = Link(2e-3, 1e5)
     pair = {
         "num_workers": 2,
         "memory_bytes": 4000,
         "timings": [{"num_samples": 4, "data": 0.01, "model": 0.3, "update": 0.04}],
         "all_reduces": [[256.0, LINK.all_reduce(256, 2)], [1e6, LINK.all_reduce(1e6, 2)]],
+        "group_sums": [[256.0, slower.all_reduce(256, 2)], [1e6, slower.all_reduce(1e6, 2)]],
         "messages": [[256.0, LINK.message(256)], [1e6, LINK.message(1e6)]],
     }
     profile = read_profile(alone, [pair])
     assert profile.memory_bytes == 4000
     assert profile.contention(2) == pytest.approx(0.3 / 0.2)
     assert profile.link(2).all_reduce.bytes_per_second == pytest.approx(1e6)
+    assert profile.link(2).group.bytes_per_second == pytest.approx(1e5)
+    # Split layers and shards go by the group, data parallel's gradients by what is fastest.
+    taken = {
+        name: predict(profile, Choice(name, **{axis: 2})).transfer_seconds
+        for name, axis in (("data_parallel", "data"), ("sharded", "data"), ("tensor_parallel", "tensor"))
+    }
+    assert taken["data_parallel"] == pytest.approx(LINK.all_reduce(4000, 2))
+    assert taken["sharded"] == pytest.approx(4 * 3 * slower.all_gather(1000, 2))
+    assert taken["tensor_parallel"] == pytest.approx(2 * 2 * slower.all_reduce(8000, 2))
