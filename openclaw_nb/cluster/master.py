@@ -803,7 +803,7 @@ class MasterNode:
             return ended_well(self.run_cell(source, strategy=spec, targets=ranks, profile=asked).wait())
 
         profile = measure_profile(run or plainly, ranks, num_steps)
-        self.last_plan = make_plan(profile, len(ranks), memory_bytes)
+        self.last_plan = make_plan(profile, len(ranks), memory_bytes, source)
         return self.last_plan
 
     # ------------------------------------------------------------------------------------------- balance

@@ -41,6 +41,11 @@ def size_text(size_bytes: int | None) -> str:
     return f"{size:.1f} {_UNITS[-1]}"
 
 
+def counted(number: int, what: str) -> str:
+    """Write how many there are, e.g. ``"1 sample"`` and ``"2 samples"``."""
+    return f"{number} {what}" if number == 1 else f"{number} {what}s"
+
+
 def parse_size(size: int | str, what: str) -> int:
     """Return the bytes that a size says: ``"25MB"``, ``"1.5 GiB"``, ``4096``. Units are powers of 1024.
 

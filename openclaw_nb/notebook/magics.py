@@ -92,7 +92,7 @@ class OpenClawMagics(Magics):
         finally:
             if given.strategy is not None and self._in_notebook:
                 _show_figure(context.session.monitor, master)
-        beside = measured_beside(master, context.session.monitor, given.strategy)
+        beside = measured_beside(master, context.session.monitor, request.source, given.strategy)
         if beside:
             _tell(beside)
         return None

@@ -71,10 +71,22 @@ def plan(
     )
 
 
-def measured_beside(master: MasterNode, monitor: Monitor, strategy: StrategySpec | None) -> str:
-    """Take what the last run has measured into the plan; return a line about both, or ""."""
+def measured_beside(master: MasterNode, monitor: Monitor, source: str, strategy: StrategySpec | None) -> str:
+    """Take what the last run has measured into the plan of the same cell; return a line about both, or "".
+
+    Parameters
+    ----------
+    master : MasterNode
+        Which has made the run, and the plan.
+    monitor : Monitor
+        What was measured.
+    source : str
+        What has run.
+    strategy : StrategySpec or None
+        Under what; None for a cell without.
+    """
     run, made = master.last_run, master.last_plan
-    if made is None or run is None or strategy is None:
+    if made is None or run is None or strategy is None or made.source.strip() != source.strip():
         return ""
     history = monitor.history(run.run_id)
     if history is None or not history.mean_rate:

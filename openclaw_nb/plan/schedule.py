@@ -302,10 +302,11 @@ def closed_form_bubble(
     """Return the bubble by the papers' formulas, for stages of equal cost and free messages.
 
     (p-1)/(m+p-1) for gpipe and 1f1b; (p-1)/(v m+p-1) for interleaved; for zero-bubble
-    (p-1)(F+I-W) / (m (F+I+W) + (p-1)(F+I-W)), which holds for m >= p and costs of like size.
+    (p-1)(F+I-W) / (m (F+I+W) + (p-1)(F+I-W)), which holds for m >= p and costs of like size; 0 where W is larger than
+    F+I, and fills all gaps.
     """
     p, m = num_ranks, num_microbatches
     if schedule == "zero-bubble":
-        idle = (p - 1) * (costs.forward + costs.input - costs.weight)
+        idle = max(0.0, (p - 1) * (costs.forward + costs.input - costs.weight))
         return idle / (m * (costs.forward + costs.input + costs.weight) + idle)
     return (p - 1) / (num_chunks * m + p - 1)

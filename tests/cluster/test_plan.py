@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,12 +11,13 @@ import pytest
 
 from openclaw_nb.cluster.planning import Plan, milliseconds
 from openclaw_nb.core.errors import RefusedError, RemoteCellError, UsageError
+from openclaw_nb.monitor.store import Monitor
 from openclaw_nb.notebook import options
 from openclaw_nb.notebook.cellrun import CellRequest
+from openclaw_nb.notebook.plan import measured_beside
 from openclaw_nb.notebook.verbs import HANDLERS, Context
-from openclaw_nb.plan.predict.model import Choice
+from openclaw_nb.plan.predict.model import Choice, predict
 from openclaw_nb.protocol.messages import StrategySpec
-from openclaw_nb.strategies import STRATEGIES
 
 from .conftest import HANG_SECONDS, Lab
 from .test_data_parallel import LOOP
@@ -115,22 +117,102 @@ def test_a_prediction_stands_beside_what_was_measured(lab: Lab) -> None:
     assert predicted is not None
     # Half a batch sleeps for 32 ms, whatever else the machine does: benchmarks/plan.py tells how near they come.
     assert predicted.step_seconds >= 4 * 8e-3
-    assert predicted.step_seconds == predicted.compute_seconds + predicted.transfer_seconds
+    # A sum of all gradients over two workers: each byte goes there and back by halves, with two latencies.
+    link = made.profile.link(2).all_reduce
+    num_bytes = 4 * (64 * 64 + 64 + 64 * 10 + 10)
+    assert predicted.transfer_seconds == pytest.approx(
+        2 * link.latency_seconds + num_bytes / link.bytes_per_second
+    )
     assert seconds >= 4 * 8e-3
     assert made.measured == {Choice("data_parallel", data=2): pytest.approx(seconds)}
     assert verb(lab, "plan --last", {}) is made
     (row,) = [row for row in made.table.rows if row[:2] == ("data_parallel", "dp 2")]
     assert row[4] == milliseconds(seconds)
-    marked = {row[0] for row in made.table.rows if row[4] == "not measured here"}
-    assert marked == {row[0] for row in made.table.rows} - {"single device", *STRATEGIES}
     assert made.take(StrategySpec(name="data_parallel", options={"sync_frequency": 3}), 2, 1.0) is None
 
 
-def test_a_model_that_fits_no_worker_is_split(lab: Lab) -> None:
-    # 19,240 bytes of parameters take four times that with gradients and Adam's moments.
-    made = plan(lab, memory_bytes=70_000)
-    assert made.best.choice.strategy not in ("single device", "data_parallel")
+def test_a_run_is_set_beside_a_plan_of_the_same_cell_only(lab: Lab) -> None:
+    made = plan(lab)
+    monitor, spec = Monitor(), StrategySpec(name="data_parallel")
+    lab.master.listen(monitor.take)
+    other = LOOP.replace("range(2)", "range(1)")
+    assert other != LOOP
+    lab.good(other, strategy=spec, targets=PAIR)
+    assert measured_beside(lab.master, monitor, other, spec) == ""
+    assert not made.measured
+    lab.good(LOOP, strategy=spec, targets=PAIR)
+    assert measured_beside(lab.master, monitor, LOOP, spec).startswith("A step took")
+    assert [*made.measured] == [Choice("data_parallel", data=2)]
+
+
+def test_training_that_fits_no_worker_is_split(lab: Lab) -> None:
+    # 19,240 bytes of parameters take four times that with gradients and Adam's moments, and layers keep some more.
+    made = plan(lab, memory_bytes=77_500)
+    assert made.best.choice.strategy in ("model_parallel", "pipeline")
     assert "does not fit one device" in made.ranked[0].reason
+
+
+def test_a_batch_of_one_sample_can_be_planned_for(lab: Lab) -> None:
+    made = plan(lab, SETUP.replace("batch_size=8", "batch_size=1"))
+    assert "batches of 1 sample:" in made.table.title
+    assert "1 sample cannot be shared" in made.of(Choice("data_parallel", data=2)).problem
+    one, two = made.profile.step, made.of(Choice("pipeline", pipeline=2, microbatches=1))
+    assert not two.problem
+    assert two.transfer_seconds > 0
+    assert two.compute_seconds >= 0.9 * one.model  # of one micro-batch one stage works at a time
+    lab.good(UNCHANGED, targets=PAIR)
+
+
+# Layers that every strategy can divide, of parameters only: what is kept for the backward pass is small beside them.
+WIDE = """
+import contextlib
+import gc
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+torch.manual_seed(0)
+def held():
+    gc.collect()
+    storages = {}
+    for each in gc.get_objects():
+        if isinstance(each, torch.Tensor):
+            # A shard's outer tensor has no memory of its own.
+            with torch._C.DisableTorchFunctionSubclass(), contextlib.suppress(RuntimeError):
+                storage = each.untyped_storage()
+                storages[storage.data_ptr()] = storage.nbytes()
+    return sum(storages.values())
+for name in ("model", "optimizer", "loss", "x", "y", "before"):
+    globals().pop(name, None)
+model = nn.Sequential(
+    nn.Linear(64, 512), nn.ReLU(), nn.Linear(512, 64), nn.ReLU(), nn.Linear(64, 512), nn.ReLU(), nn.Linear(512, 64)
+)
+loader = DataLoader(TensorDataset(torch.randn(24, 64), torch.randint(10, (24,))), batch_size=8)
+loss_fn = nn.CrossEntropyLoss()
+optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+without = held() - sum(p.nbytes for p in model.parameters())
+"""
+TRAIN = """
+for x, y in loader:
+    optimizer.zero_grad()
+    loss = loss_fn(model(x), y)
+    loss.backward()
+    optimizer.step()
+taken = held() - without
+"""
+
+
+@pytest.mark.parametrize("name", ["model_parallel", "tensor_parallel", "sharded"])
+def test_a_worker_holds_what_was_predicted(lab: Lab, name: str) -> None:
+    """Beside what is counted on the worker: between two steps no layer is gathered, and nothing kept for a pass."""
+    made = plan(lab, WIDE, TRAIN, num_steps=1)
+    layers = tuple(replace(layer, saved_bytes=0) for layer in made.profile.layers)
+    axis = {"model_parallel": "pipeline", "tensor_parallel": "tensor", "sharded": "data"}[name]
+    predicted = predict(replace(made.profile, layers=layers), Choice(name, **{axis: 2}))
+    gathered = 3 * made.profile.parameter_bytes if name == "sharded" else 0
+    lab.good(TRAIN, strategy=StrategySpec(name=name), targets=PAIR)
+    assert lab.pull("taken") == pytest.approx(predicted.memory_bytes - gathered, rel=0.05)
+    lab.good("del loss  # its graph has parts\ntaken = held() - without", targets=PAIR)
+    assert lab.pull("taken") == pytest.approx(4 * made.profile.parameter_bytes, rel=0.05)
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from openclaw_nb.monitor.store import Monitor
 from openclaw_nb.notebook.certificate import Certificate
 from openclaw_nb.protocol.messages import StrategySpec
 
@@ -123,7 +124,14 @@ def test_twenty_steps_of_a_language_model_with_dropout(lab: Lab, num_workers: in
 
 
 def test_an_mlp(lab: Lab) -> None:
+    monitor = Monitor()
+    forget = lab.master.listen(monitor.take)
     check(lab, SETUP, LOOP, 2, spec("tensor_parallel"))
+    forget()
+    history = monitor.latest()
+    assert history is not None
+    # Both workers see each sample: each tells of half of them.
+    assert history.samples == 2 * 150
 
 
 def test_hybrid_equals_a_single_device(lab: Lab) -> None:

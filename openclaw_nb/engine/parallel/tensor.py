@@ -145,7 +145,11 @@ class TensorParallel(Strategy):
         self._undo.append(join_for_functions())
         self._wrap_backward(is_open=False)
         options = StepOptions(
-            split=spec.split, reduction=spec.reduction, batches_per_step=_batches(spec.options)
+            split=spec.split,
+            reduction=spec.reduction,
+            batches_per_step=_batches(spec.options),
+            place=self._last.rank,
+            num_sharing=self._last.size,
         )
         self._engine = engine = StepEngine(self._data, self._objects, options, context.publisher)
         self._synchronise_batchnorms(engine)

@@ -1,7 +1,8 @@
 """Times and sizes of a model's layers, noted while it runs.
 
-A layer is a module without parts, or one that has parameters of its own, with all its parts: what a stage or a shard
-can be made of. The backward pass is counted to a layer as its forward pass is.
+A layer is a module without parts, or one that has parameters of its own and is not cut by stages, with all its parts.
+Each is told with the stages' layer and the gathered layer that it is in, by the strategies' own rules. The backward
+pass is counted to a layer as its forward pass is.
 
 Knows modules and their hooks; does not know what is predicted.
 """
@@ -9,7 +10,7 @@ Knows modules and their hooks; does not know what is predicted.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from statistics import median
 from typing import Any
@@ -19,6 +20,8 @@ from torch import Tensor, nn
 
 from openclaw_nb.engine.loss.record import map_tensors
 from openclaw_nb.engine.profile.clock import now
+from openclaw_nb.engine.sharding.layers import choose_layers
+from openclaw_nb.engine.stages.layout import layer_names
 
 _SPLIT = (nn.Linear, nn.Embedding, nn.MultiheadAttention)
 _BATCHNORM = nn.modules.batchnorm._BatchNorm
@@ -27,10 +30,18 @@ _BATCHNORM = nn.modules.batchnorm._BatchNorm
 def layers_of(model: nn.Module) -> dict[nn.Module, str]:
     """Return the model's layers with their names."""
     found: dict[nn.Module, str] = {}
+    stages = list(layer_names(model))
+
+    def is_one(module: nn.Module, name: str) -> bool:
+        """Whether what a module has itself keeps its parts together."""
+        if next(module.parameters(recurse=False), None) is None:
+            return False
+        is_cut = any(each.startswith(f"{name}." if name else "") for each in stages)
+        return not is_cut or isinstance(module, nn.MultiheadAttention)
 
     def visit(module: nn.Module, name: str) -> None:
         parts = list(module.named_children())
-        if not parts or next(module.parameters(recurse=False), None) is not None:
+        if not parts or is_one(module, name):
             found.setdefault(module, name or type(module).__name__)
             return
         for part, child in parts:
@@ -112,17 +123,21 @@ class LayerMeter:
         model_seconds : float
             Of forward and backward without these hooks; shared out by the layers' forward passes.
         """
-        own, tied = _own_parameters(self._order)
+        own, again = _own_parameters(self._order)
         rest = sum(p.nbytes for p in self._model.parameters()) - sum(own.values())
         if self._order:
             own[self._order[-1]] += rest  # of what is called in no layer
         forward = {layer: median(self._seconds.get(layer) or [0.0]) for layer in self._order}
         factor = model_seconds / (sum(forward.values()) or 1.0)
+        parts, units = list(layer_names(self._model)), choose_layers(self._model)
         layers = [
             {
                 "name": self._names[layer],
                 "seconds": forward[layer] * factor,
+                "part": _holder(self._names[layer], parts),
+                "unit": _holder(self._names[layer], units),
                 "parameter_bytes": own[layer],
+                "shared_bytes": again[layer],
                 "input_bytes": self._sizes[layer][0],
                 "output_bytes": self._sizes[layer][1],
                 "saved_bytes": self._most_saved.get(layer, 0),
@@ -131,25 +146,25 @@ class LayerMeter:
             for layer in self._order
         ]
         num_batchnorms = sum(isinstance(module, _BATCHNORM) for module in self._model.modules())
-        return {
-            "layers": layers,
-            "tied": [self._names[layer] for layer in tied],
-            "num_batchnorms": num_batchnorms,
-        }
+        return {"layers": layers, "num_batchnorms": num_batchnorms}
 
 
-def _own_parameters(order: Iterable[nn.Module]) -> tuple[dict[nn.Module, int], list[nn.Module]]:
-    """Return each layer's bytes of parameters that no layer before has, and the layers that share some."""
+def _holder(name: str, holders: Sequence[str]) -> str:
+    """Return which of the modules a layer is, or is in; "" when none."""
+    return next((each for each in holders if name == each or name.startswith(f"{each}.")), "")
+
+
+def _own_parameters(order: Iterable[nn.Module]) -> tuple[dict[nn.Module, int], dict[nn.Module, int]]:
+    """Return each layer's bytes of parameters that no layer before has, and of those that one has."""
     seen: set[int] = set()
     own: dict[nn.Module, int] = {}
-    tied = []
+    again: dict[nn.Module, int] = {}
     for layer in order:
         mine = {id(p): p.nbytes for p in layer.parameters()}
-        if mine.keys() & seen:
-            tied.append(layer)
         own[layer] = sum(size for number, size in mine.items() if number not in seen)
+        again[layer] = sum(mine.values()) - own[layer]
         seen |= mine.keys()
-    return own, tied
+    return own, again
 
 
 def _bytes_in(values: Any) -> int:

@@ -51,6 +51,22 @@ def time_all_reduces(ranks: Ranks, num_bytes: int, device: torch.device) -> list
     return found
 
 
+def time_group_sums(ranks: Ranks, num_bytes: int, device: torch.device) -> list[tuple[float, float]]:
+    """Return bytes and seconds of a short all-reduce of the group and of one of about ``num_bytes``.
+
+    It is what strategies have whose sums are not made in buckets: split layers, and shards.
+    """
+    found = []
+    for numel in (_SHORT, min(max(num_bytes // 4, _LEAST), _MOST)):
+        values = torch.zeros(numel, device=device)
+
+        def reduce(values=values) -> None:  # type: ignore[no-untyped-def]
+            ranks.group.allreduce([values]).wait()
+
+        found.append((4.0 * numel, _timed(reduce, lambda: meet(ranks))))
+    return found
+
+
 def time_messages(ranks: Ranks, num_bytes: int) -> list[tuple[float, float]]:
     """Return bytes and seconds of a short message from rank 0 to rank 1 and of one of about ``num_bytes``."""
     found = []

@@ -97,12 +97,12 @@ class Profiler:
         report : dict
             ``profile``, on rank 0: ``num_workers``, ``batch_size``, ``timings`` (a dictionary for each number of
             parts: ``num_samples``, and seconds of ``data``, ``model``, ``update``), ``memory_bytes``, ``num_cores``;
-            of one worker ``layers``, ``tied``, ``num_batchnorms``, ``optimizer_factor``; of several ``all_reduces`` and
-            ``messages``, each a short and a long one with bytes and seconds.
+            of one worker ``layers``, ``num_batchnorms``, ``optimizer_factor``; of several ``all_reduces``,
+            ``group_sums`` and ``messages``, each a short and a long one with bytes and seconds.
         """
         names = set(cell_names(self._source).loads)
+        report = self._about()  # before there is a copy of everything
         snapshot = Snapshot(self._namespace, names, self._held, num_sharing=self._ranks.size)
-        report = self._about()
         try:
             await self._take_timings(report, snapshot)
         except _CellFailedError as failed:
@@ -125,6 +125,7 @@ class Profiler:
         size = sum(p.nbytes for p in self._parameters)
         device = self._parameters[0].device
         report["all_reduces"] = links.time_all_reduces(self._ranks, size, device)
+        report["group_sums"] = links.time_group_sums(self._ranks, size, device)
         report["messages"] = links.time_messages(self._ranks, size)
         meeting = links.time_meetings(self._ranks)
         for timing in report["timings"]:
@@ -135,13 +136,27 @@ class Profiler:
         if on_gpu:
             memory = torch.cuda.get_device_properties(self._parameters[0].device).total_memory
         else:
-            memory = available_memory_bytes() // max(self._asked.num_sharing, 1)
+            # What the model has already is not available any more, and counts as what a worker needs.
+            memory = available_memory_bytes() // max(self._asked.num_sharing, 1) + self._held_bytes()
         return {
             "num_workers": self._ranks.size,
             "timings": [],
             "memory_bytes": memory,
             "num_cores": None if on_gpu else usable_cores(),
         }
+
+    def _held_bytes(self) -> int:
+        """Count what parameters, gradients and the optimizer's state take now."""
+        gradients = [p.grad for p in self._parameters if p.grad is not None]
+        return sum(tensor.nbytes for tensor in (*self._parameters, *gradients)) + self._bytes_of_state()
+
+    def _bytes_of_state(self) -> int:
+        return sum(
+            value.nbytes
+            for state in self._optimizer.state.values()
+            for value in state.values()
+            if isinstance(value, torch.Tensor)
+        )
 
     async def _time(
         self, num_parts: int, meter: AbstractContextManager[None] | None = None
@@ -170,12 +185,7 @@ class Profiler:
             raise RefusedError(
                 f"The cell makes too few steps: {WARM_UP} warm up, and at least one more is timed. Plan with more data."
             )
-        self._state_bytes = sum(
-            value.nbytes
-            for state in self._optimizer.state.values()
-            for value in state.values()
-            if isinstance(value, torch.Tensor)
-        )
+        self._state_bytes = self._bytes_of_state()
         rows = ranks.gather(torch.tensor(clock.phases(), dtype=torch.float64))
         num_samples = -(-max(sizes) // num_parts)
         return as_timing(num_samples, rows.amax(dim=0).tolist()), max(sizes)

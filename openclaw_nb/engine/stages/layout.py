@@ -102,7 +102,7 @@ def lay_out(
     if groups is not None:
         layers = [word for group in groups for word in group]
     if layers is None:
-        chosen = list(_atoms(model, ""))
+        chosen = list(layer_names(model))
     else:
         chosen = stages.resolve(layers, names, containers, single)
         stages.check_all_used(chosen, _state_names(model))
@@ -158,7 +158,7 @@ def _owners(
     return owners
 
 
-def _atoms(module: nn.Module, prefix: str) -> Iterator[str]:
+def layer_names(module: nn.Module, prefix: str = "") -> Iterator[str]:
     """Find the layers of a model: its children, and those of what only holds or mostly is a list of layers."""
     for name, child in module.named_children():
         path = f"{prefix}{name}"
@@ -167,7 +167,7 @@ def _atoms(module: nn.Module, prefix: str) -> Iterator[str]:
         if _is_list(child) or any(
             _is_list_of_blocks(inner) and _is_most_of(inner, child) for inner in child.children()
         ):
-            yield from _atoms(child, f"{path}.")
+            yield from layer_names(child, f"{path}.")
         else:
             yield path
 

@@ -64,6 +64,9 @@ class StepOptions:
         With local steps (`averaging.LocalSteps`), after how many of them parameters are averaged.
     bucket_bytes : int
         How many bytes of gradients are reduced at once.
+    place, num_sharing : int
+        Of the ranks that have the same slice of each batch: which one this is, and how many they are. Each tells of its
+        part of the samples, so that all ranks' add up to those of the batch.
     """
 
     split: str = "loader"
@@ -71,6 +74,8 @@ class StepOptions:
     batches_per_step: int = 1
     steps_per_average: int = 1
     bucket_bytes: int = BUCKET_BYTES
+    place: int = 0
+    num_sharing: int = 1
 
 
 _LEFT_IN_VOID = (
@@ -598,7 +603,8 @@ class StepEngine:
         self._publisher.step(float(root.detach()), own, self._reducer.num_bytes)
 
     def _count_batch(self) -> None:
-        self._publisher.batch(self._num_local())
+        low, high = share_bounds(self._num_local(), self._options.num_sharing)[self._options.place]
+        self._publisher.batch(high - low)
         self.shares.count(self._num_local())
 
     def _check_backward(self, tensors: Any, create_graph: bool, inputs: Any) -> Tensor:

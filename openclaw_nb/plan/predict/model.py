@@ -8,6 +8,18 @@ One worker's part of the work is taken through the three axes of a mesh::
 
 Where workers share cores, each part takes `Profile.contention` times what it takes alone.
 
+What a worker holds is what the strategies are built to hold, in times of the parameters' size (a split layer's part is
+``own``, f is `Profile.optimizer_factor`, what is kept for the backward pass comes on top)::
+
+                     while it trains                        when the cell ends
+    data parallel    2 + f                                  2 + f
+    stages           1 + own (1 + f)                        2 + f
+    tensor           1 + f, and own (2 + f)                 1 + f, own (2 + f), and the joined parts (2 + f)
+    sharded          (2 + f) / n, and gathered layers       2 (2 + f), of which half are all ranks' shards
+
+The model is the notebook's own object on every worker: stages leave it there whole, tensor parallel keeps it as it was
+after the first step, and when a cell ends every worker gets all trained values, gradients and optimizer state.
+
 Sources beside those in `cost`: memory of sharded training, Rajbhandari et al., "ZeRO: Memory Optimizations Toward
 Training Trillion Parameter Models", SC 2020, and Zhao et al., "PyTorch FSDP", VLDB 2023; messages of tensor parallel
 layers, Shoeybi et al., "Megatron-LM", 2019: one all-reduce forward and one backward for each pair of split layers.
@@ -17,13 +29,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
 
+from openclaw_nb.core.text import counted, size_text
 from openclaw_nb.plan.predict.cost import bubble
 from openclaw_nb.plan.predict.profile import Layer, Profile
+from openclaw_nb.plan.stages import cut
 
 BUCKET_BYTES = 25 * 1024 * 1024
-_GATHERED_UNITS = 2  # FSDP gathers the next unit while one computes
+_COPIES_OF_UNIT = 3  # its gathered parameters, their gradients, and those as they are sent
 
 
 @dataclass(frozen=True, order=True)
@@ -65,7 +78,10 @@ class Prediction:
     step_seconds, compute_seconds, transfer_seconds : float
         Of one step; ``compute_seconds`` with the bubble.
     memory_bytes : int
-        Parameters, gradients, optimizer state and what is kept for the backward pass, of the worker that has most.
+        Parameters, gradients, optimizer state and what is kept for the backward pass, of the worker that has most,
+        while it trains.
+    end_bytes : int
+        The most that a worker holds when the cell ends.
     bubble : float
         The idle part of a pipeline, 0 to 1.
     efficiency : float
@@ -79,6 +95,7 @@ class Prediction:
     compute_seconds: float
     transfer_seconds: float
     memory_bytes: int
+    end_bytes: int = 0
     bubble: float = 0.0
     efficiency: float = 0.0
     problem: str = ""
@@ -99,9 +116,7 @@ def choices(num_workers: int, batch_size: int) -> Iterator[Choice]:
                 tensor = count // data // stages
                 if sum(degree > 1 for degree in (data, stages, tensor)) < 2:
                     continue
-                several = _microbatches(stages, batch_size // data) if stages > 1 else []
-                for parts in several or [1]:
-                    yield Choice("hybrid_parallel", data, stages, tensor, parts)
+                yield Choice("hybrid_parallel", data, stages, tensor)
 
 
 def divisors(number: int) -> list[int]:
@@ -110,36 +125,8 @@ def divisors(number: int) -> list[int]:
 
 
 def _microbatches(num_stages: int, batch_size: int) -> list[int]:
-    """Return one, two and four micro-batches a stage, where the batch can be divided so."""
-    return [n for n in (num_stages, 2 * num_stages, 4 * num_stages) if n <= batch_size and not batch_size % n]
-
-
-def cut(weights: Sequence[float], num_parts: int) -> list[tuple[int, int]]:
-    """Return half-open ranges that cut a chain into parts so that the heaviest is as light as can be.
-
-    Examples
-    --------
-    >>> cut([3.0, 1.0, 1.0, 1.0], 2)
-    [(0, 1), (1, 4)]
-    """
-    count = len(weights)
-    sums = [0.0]
-    for weight in weights:
-        sums.append(sums[-1] + weight)
-    best = {(0, 0): (0.0, 0)}
-    for part in range(1, num_parts + 1):
-        for end in range(part, count + 1):
-            ways = [
-                (max(best[part - 1, start][0], sums[end] - sums[start]), start)
-                for start in range(part - 1, end)
-                if (part - 1, start) in best
-            ]
-            best[part, end] = min(ways)
-    ends, end = [count], count
-    for part in range(num_parts, 0, -1):
-        end = best[part, end][1]
-        ends.append(end)
-    return list(pairwise(reversed(ends)))
+    """Return one, two and four micro-batches a stage, of a sample at least."""
+    return sorted({min(n, batch_size) for n in (num_stages, 2 * num_stages, 4 * num_stages)})
 
 
 def predict(profile: Profile, choice: Choice) -> Prediction:
@@ -163,39 +150,64 @@ def predict(profile: Profile, choice: Choice) -> Prediction:
             problem=problem,
         )
     plan = _Plan(profile, choice)
-    compute, transfer, memory = plan.compute_seconds(), plan.transfer_seconds(), plan.memory_bytes()
+    compute, transfer = plan.compute_seconds(), plan.transfer_seconds()
+    memory, end = plan.memory_bytes(), plan.end_bytes()
     seconds = compute + transfer
-    too_large = ""
-    if memory > profile.memory_bytes:
-        too_large = f"needs {_mib(memory)} a worker, and {_mib(profile.memory_bytes)} are there"
     return Prediction(
         choice=choice,
         step_seconds=seconds,
         compute_seconds=compute,
         transfer_seconds=transfer,
         memory_bytes=memory,
+        end_bytes=end,
         bubble=bubble(choice.pipeline, choice.microbatches),
         efficiency=profile.step.total / seconds / choice.num_workers if seconds else 0.0,
-        problem=too_large,
+        problem=_too_large(choice.strategy, memory, end, profile.memory_bytes),
     )
 
 
-def _mib(num_bytes: int) -> str:
-    return f"{num_bytes / 2**20:,.1f} MiB"
+_HELD = {
+    "model_parallel": "all parameters, and gradients and optimizer state of its own layers",
+    "pipeline": "all parameters, and gradients and optimizer state of its own layers",
+    "tensor_parallel": "the whole model and optimizer state as they were, beside its parts",
+    "hybrid_parallel": "the whole model and optimizer state as they were, beside its parts",
+    "sharded": "its shards and the layers that are gathered",
+}
+_BESIDE = {
+    "tensor_parallel": ", beside what it had before and its parts",
+    "hybrid_parallel": ", beside what it had before and its parts",
+    "sharded": ", beside all shards",
+}
+
+
+def _too_large(strategy: str, memory: int, end: int, room: int) -> str:
+    """Say what does not fit into a worker's memory, or "" when all does."""
+    there = f"and {size_text(room)} are there"
+    if memory > room:
+        held = _HELD.get(strategy, "parameters, gradients and optimizer state")
+        return f"needs {size_text(memory)} a worker while it trains, {there}: it holds {held}"
+    if end > room:
+        return (
+            f"needs {size_text(end)} a worker when the cell ends, {there}: each gets the whole trained model, its "
+            f"gradients and optimizer state{_BESIDE.get(strategy, '')}"
+        )
+    return ""
 
 
 def _problem(profile: Profile, choice: Choice) -> str:
     """Say why a choice cannot be run, memory aside."""
     if choice.data > profile.batch_size:
-        return f"a batch of {profile.batch_size} samples cannot be shared by {choice.data} workers"
-    if choice.pipeline > len(profile.layers):
-        return f"the model has {len(profile.layers)} layers, fewer than {choice.pipeline} stages"
+        return f"a batch of {counted(profile.batch_size, 'sample')} cannot be shared by {choice.data} workers"
+    if choice.strategy == "hybrid_parallel" and choice.pipeline > 1:
+        return "hybrid_parallel has no stages of layers yet"
+    if choice.pipeline > max(1, len(profile.parts)):
+        return (
+            f"the model has {len(profile.parts)} layers to cut between, fewer than {choice.pipeline} stages"
+        )
     if choice.tensor > 1 and not any(layer.splits for layer in profile.layers):
         return "no layer's weights can be split"
     if choice.microbatches > 1 and profile.num_batchnorms:
         return "BatchNorm would normalise each micro-batch by itself"
-    if choice.pipeline > 1 and profile.tied:
-        return f"{profile.tied[0]} shares its parameters with another layer, which stages cannot"
     return ""
 
 
@@ -208,9 +220,16 @@ class _Plan:
     stages: list[Sequence[Layer]] = field(init=False)
 
     def __post_init__(self) -> None:
-        layers = self.profile.layers
-        ranges = cut([self._cost(layer) for layer in layers], self.choice.pipeline)
-        object.__setattr__(self, "stages", [layers[start:end] for start, end in ranges])
+        stages: list[Sequence[Layer]] = [self.profile.layers]
+        if self.choice.pipeline > 1:
+            parts = self.profile.parts
+            sizes = [sum(layer.parameter_bytes + layer.shared_bytes for layer in part) for part in parts]
+            owners = cut(sizes, self.choice.pipeline)
+            stages = [
+                [layer for part, owner in zip(parts, owners, strict=True) if owner == stage for layer in part]
+                for stage in range(self.choice.pipeline)
+            ]
+        object.__setattr__(self, "stages", stages)
 
     def _part(self, layer: Layer) -> float:
         return 1 / self.choice.tensor if layer.splits else 1.0
@@ -223,6 +242,7 @@ class _Plan:
 
     @property
     def _own_bytes(self) -> float:
+        """Bytes of parameters that a worker trains, of the one that has most."""
         return max(self._parameters(stage) for stage in self.stages)
 
     @property
@@ -279,7 +299,7 @@ class _Plan:
         choice = self.choice
         if choice.tensor == 1:
             return 0.0
-        link, parts = self.profile.link(choice.tensor).all_reduce, choice.data * choice.microbatches
+        link, parts = self.profile.link(choice.tensor).group, choice.data * choice.microbatches
         times = []
         for stage in self.stages:
             split = [layer for layer in stage if layer.splits]
@@ -299,10 +319,11 @@ class _Plan:
             return 0.0
         link, size = profile.link(choice.data).all_reduce, self._own_bytes
         if self._is_sharded:
-            units = [layer.parameter_bytes for layer in profile.layers if layer.parameter_bytes]
+            link = profile.link(choice.data).group
+            # What is in no unit of its own stays gathered between the forward and the backward pass.
             return sum(
-                2 * link.all_gather(unit, choice.data) + link.reduce_scatter(unit, choice.data)
-                for unit in units
+                (2 if unit else 1) * link.all_gather(own, choice.data) + link.reduce_scatter(own, choice.data)
+                for unit, own in self._units().items()
             )
         buckets = max(1, -(-int(size) // BUCKET_BYTES))
         whole = buckets * link.all_reduce(size / buckets, choice.data)
@@ -315,13 +336,50 @@ class _Plan:
     # ---------------------------------------------------------------------------------------- memory
 
     def memory_bytes(self) -> int:
-        """Return the bytes of the worker that has most."""
-        return round(max(self._memory(stage) for stage in self.stages))
+        """Return the bytes of the worker that has most while it trains."""
+        return round(max(self._training(stage) for stage in self.stages))
 
-    def _memory(self, stage: Sequence[Layer]) -> float:
-        state = self._parameters(stage) * (2 + self.profile.optimizer_factor)  # with gradients
-        saved = sum(layer.saved_bytes * self._part(layer) for layer in stage) / self.choice.data
-        if not self._is_sharded:
-            return state + saved
-        gathered = sorted((layer.parameter_bytes for layer in stage), reverse=True)[:_GATHERED_UNITS]
-        return state / self.choice.data + sum(gathered) + saved
+    def end_bytes(self) -> int:
+        """Return the most bytes of a worker when the cell ends."""
+        profile, state = self.profile, 2 + self.profile.optimizer_factor
+        whole = profile.parameter_bytes * state
+        if self._is_sharded:
+            # All shards are read into the host's memory, and put together.
+            return round(whole * (2 if profile.num_cores is not None else 1))
+        if self.choice.tensor == 1:
+            return round(whole)
+        joined = sum(layer.parameter_bytes for layer in profile.layers if layer.splits) * state
+        return round(self._before + self._own_bytes * state + joined)
+
+    @property
+    def _before(self) -> float:
+        """What tensor parallel keeps of the time before parts were made: parameters and optimizer state."""
+        return self.profile.parameter_bytes * (1 + self.profile.optimizer_factor)
+
+    def _training(self, stage: Sequence[Layer]) -> float:
+        profile, choice, factor = self.profile, self.choice, self.profile.optimizer_factor
+        saved = sum(layer.saved_bytes * self._part(layer) for layer in stage) / choice.data
+        whole = profile.parameter_bytes * (2 + factor)
+        if self._is_sharded:
+            return whole / choice.data + self._gathered_bytes() + saved
+        if choice.pipeline > 1:
+            shared = sum(layer.shared_bytes for layer in stage)
+            return profile.parameter_bytes + (self._parameters(stage) + shared) * (1 + factor) + saved
+        if choice.tensor > 1:
+            first_step = whole + sum(layer.saved_bytes for layer in stage) / choice.data
+            return max(first_step, self._before + self._own_bytes * (2 + factor) + saved)
+        return whole + saved
+
+    def _units(self) -> dict[str, int]:
+        """Return the bytes of what sharded training gathers at once, by its name."""
+        found: dict[str, int] = {}
+        for layer in self.profile.layers:
+            found[layer.unit] = found.get(layer.unit, 0) + layer.parameter_bytes
+        return {unit: size for unit, size in found.items() if size}
+
+    def _gathered_bytes(self) -> int:
+        units = self._units()
+        rest = units.get("", 0)
+        return max(
+            ((rest if unit else 0) + _COPIES_OF_UNIT * size for unit, size in units.items()), default=0
+        )

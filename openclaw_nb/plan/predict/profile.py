@@ -17,17 +17,27 @@ class Layer:
     ----------
     name : str
         Its name in the model.
+    part : str
+        What it is of a stage: the name of the layer that is on one worker as a whole, or "" where it runs wherever its
+        input is, as a function without parameters does.
+    unit : str
+        The name of what sharded training gathers at once with it; "" for the rest, which is gathered together.
     seconds : float
         Forward and backward together.
     parameter_bytes, input_bytes, output_bytes, saved_bytes : int
         ``saved_bytes`` is what it keeps for the backward pass.
+    shared_bytes : int
+        Of parameters that a layer before it has too, which are not in ``parameter_bytes``.
     splits : bool
         Whether its weights can be split over workers (tensor parallel).
     """
 
     name: str
     seconds: float
+    part: str = ""
+    unit: str = ""
     parameter_bytes: int = 0
+    shared_bytes: int = 0
     input_bytes: int = 0
     output_bytes: int = 0
     saved_bytes: int = 0
@@ -50,10 +60,23 @@ class Timing:
 
 @dataclass(frozen=True)
 class Together:
-    """So many workers at once, each with its part of the batch, all ends of steps met; and their links."""
+    """So many workers at once, each with its part of the batch, all ends of steps met; and their links.
+
+    Attributes
+    ----------
+    timing : Timing
+        Of a step.
+    all_reduce : Link
+        What gradients of data parallel training are summed over, through memory where workers share it.
+    group : Link
+        What the workers' group makes its collectives over: those of split layers, and of shards.
+    message : Link
+        What one worker sends to another.
+    """
 
     timing: Timing
     all_reduce: Link
+    group: Link
     message: Link
 
 
@@ -79,8 +102,6 @@ class Profile:
         Cores that all workers share; None when each has a device of its own.
     num_batchnorms : int
         Layers whose statistics are of a whole batch.
-    tied : tuple of str
-        Layers that share parameters with one before.
     """
 
     layers: tuple[Layer, ...]
@@ -91,7 +112,19 @@ class Profile:
     memory_bytes: int = 1 << 62
     num_cores: int | None = None
     num_batchnorms: int = 0
-    tied: tuple[str, ...] = ()
+
+    @property
+    def parts(self) -> list[list[Layer]]:
+        """The layers by what is on one worker as a whole, in order; what has no part goes with what is before it."""
+        found: dict[str, list[Layer]] = {}
+        first: list[Layer] = []
+        at = first
+        for layer in self.layers:
+            at = found.setdefault(layer.part, []) if layer.part else at
+            at.append(layer)
+        if found:
+            next(iter(found.values()))[:0] = first
+        return list(found.values())
 
     @property
     def step(self) -> Timing:
@@ -154,7 +187,6 @@ def read_profile(alone: Mapping[str, Any], together: Sequence[Mapping[str, Any]]
         memory_bytes=min(each["memory_bytes"] for each in (*together, alone)),
         num_cores=alone["num_cores"],
         num_batchnorms=alone["num_batchnorms"],
-        tied=tuple(alone["tied"]),
     )
 
 
@@ -163,9 +195,10 @@ def _timing(told: Mapping[str, Any]) -> Timing:
 
 
 def _together(told: Mapping[str, Any]) -> Together:
-    reduces, messages = told["all_reduces"], told["messages"]
+    reduces, sums, messages = told["all_reduces"], told["group_sums"], told["messages"]
     return Together(
         _timing(told["timings"][0]),
-        fit_all_reduce(tuple(reduces[0]), tuple(reduces[1]), told["num_workers"]),
-        fit_message(tuple(messages[0]), tuple(messages[1])),
+        all_reduce=fit_all_reduce(tuple(reduces[0]), tuple(reduces[1]), told["num_workers"]),
+        group=fit_all_reduce(tuple(sums[0]), tuple(sums[1]), told["num_workers"]),
+        message=fit_message(tuple(messages[0]), tuple(messages[1])),
     )

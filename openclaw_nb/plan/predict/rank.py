@@ -73,7 +73,7 @@ def _reason(prediction: Prediction, able: Sequence[Prediction], one: Prediction 
         if name == "single device":
             return "no more workers make it faster"
         if one is not None and one.problem:
-            return "the model does not fit one device, and nothing that fits is faster"
+            return "training does not fit one device, and nothing that fits is faster"
         if name == "data_parallel":
             return "the simplest, and nothing is faster by more than a prediction is worth"
         return (

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import itertools
 import math
-import random
 from dataclasses import replace
 
 import pytest
 
+from openclaw_nb.cluster.planning import choice_of, make_plan
+from openclaw_nb.core.errors import UsageError
 from openclaw_nb.plan.predict.cost import Link, bubble, fit_all_reduce, fit_message
-from openclaw_nb.plan.predict.model import Choice, Prediction, choices, cut, predict
+from openclaw_nb.plan.predict.model import Choice, Prediction, choices, predict
 from openclaw_nb.plan.predict.profile import Layer, Profile, Timing, Together, read_profile
 from openclaw_nb.plan.predict.rank import order, rank
+from openclaw_nb.strategies import STRATEGIES
 
 # A link of 1 ms and 1 MB/s, on which every number below can be worked out by hand.
 LINK = Link(1e-3, 1e6)
@@ -20,6 +22,8 @@ FOUR_LAYERS = tuple(
     Layer(
         name=str(number),
         seconds=0.1,
+        part=str(number),
+        unit=str(number),
         parameter_bytes=1000,
         input_bytes=8000,
         output_bytes=8000,
@@ -39,7 +43,7 @@ def a_profile(**fields: object) -> Profile:
 
 
 def perfect(*counts: int, link: Link = LINK) -> dict[int, Together]:
-    return {n: Together(Timing(0.01 / n, 0.4 / n, 0.04), link, link) for n in counts}
+    return {n: Together(Timing(0.01 / n, 0.4 / n, 0.04), link, link, link) for n in counts}
 
 
 # ------------------------------------------------------------------------------------------------- messages
@@ -76,24 +80,6 @@ def test_the_bubble_is_what_a_drawn_schedule_leaves_idle(stages: int, parts: int
     assert bubble(stages, parts) == pytest.approx(1 - len(busy) / (slots * stages))
 
 
-# -------------------------------------------------------------------------------------------------- cutting
-
-
-def test_a_cut_is_the_best_of_all_cuts() -> None:
-    draw = random.Random(0)
-    for _ in range(30):
-        weights = [draw.random() for _ in range(draw.randint(3, 7))]
-        parts = draw.randint(1, 3)
-        ways = itertools.combinations(range(1, len(weights)), parts - 1)
-        best = min(
-            max(sum(weights[a:b]) for a, b in itertools.pairwise((0, *way, len(weights)))) for way in ways
-        )
-        found = cut(weights, parts)
-        assert [found[0][0], found[-1][1]] == [0, len(weights)]
-        assert all(a[1] == b[0] for a, b in itertools.pairwise(found))
-        assert max(sum(weights[a:b]) for a, b in found) == pytest.approx(best)
-
-
 # --------------------------------------------------------------------------------------------------- a step
 
 
@@ -125,8 +111,17 @@ def test_sharded_sends_half_as_much_again_and_holds_a_part() -> None:
     whole, shard = (predict(profile, Choice(name, data=4)) for name in ("data_parallel", "sharded"))
     assert shard.transfer_seconds == pytest.approx(4 * (9e-3 + 3 * 0.75 * 1000 / 1e6))
     assert whole.memory_bytes == 4 * 4000 + 4 * 4000 // 4
-    # parameters, gradients and two moments by four, two gathered layers, and a quarter of what layers save
-    assert shard.memory_bytes == 4 * 4000 // 4 + 2 * 1000 + 4 * 4000 // 4
+    # parameters, gradients and two moments by four; a layer gathered, with its gradients, here and as they are sent;
+    # and a quarter of what layers save
+    assert shard.memory_bytes == 4 * 4000 // 4 + 3 * 1000 + 4 * 4000 // 4
+
+
+def test_what_is_in_no_unit_stays_gathered_and_is_gathered_once() -> None:
+    layers = (replace(FOUR_LAYERS[0], unit=""), *FOUR_LAYERS[1:3], replace(FOUR_LAYERS[3], unit=""))
+    found = predict(a_profile(layers=layers), Choice("sharded", data=4))
+    times = [2 * LINK.all_gather(2000, 4), *[3 * LINK.all_gather(1000, 4)] * 2]
+    assert found.transfer_seconds == pytest.approx(sum(times))
+    assert found.memory_bytes == 2 * 4000 // 4 + 3 * 2000 + 4 * 4000 // 4
 
 
 def test_tensor_parallel_sums_twice_for_each_pair_of_layers() -> None:
@@ -143,7 +138,34 @@ def test_model_parallel_stages_work_one_after_the_other() -> None:
     assert found.compute_seconds == pytest.approx(0.01 + 0.4 + 0.02)
     assert found.transfer_seconds == pytest.approx(2 * LINK.message(8000))
     assert found.bubble == 0.5
-    assert found.memory_bytes == 2 * 2000 + 2 * 4000
+    # all parameters; the gradients of two layers, and what these save
+    assert found.memory_bytes == 4000 + 2000 + 2 * 4000
+    # A model of one large layer and three small ones is cut behind the large one, whatever takes longer.
+    uneven = tuple(
+        replace(layer, parameter_bytes=1000 if number else 9000) for number, layer in enumerate(FOUR_LAYERS)
+    )
+    found = predict(
+        a_profile(layers=uneven, optimizer_factor=2.0), Choice("pipeline", pipeline=2, microbatches=4)
+    )
+    assert found.compute_seconds == pytest.approx(0.01 + (0.4 + 3 * 0.3) / 4 + 0.04 * 9 / 12)
+    assert found.memory_bytes == 12_000 + 3 * 9000 + 4000
+    assert found.end_bytes == 4 * 12_000
+
+
+def test_tied_parameters_count_on_both_stages() -> None:
+    last = replace(FOUR_LAYERS[3], parameter_bytes=0, shared_bytes=1000)
+    found = predict(a_profile(layers=(*FOUR_LAYERS[:3], last)), Choice("model_parallel", pipeline=2))
+    assert not found.problem
+    assert found.memory_bytes == 3000 + 2000 + 2 * 4000
+
+
+def test_functions_are_where_their_input_is() -> None:
+    function = Layer(name="f", seconds=0.1, saved_bytes=10_000)
+    layers = (function, FOUR_LAYERS[0], function, function, FOUR_LAYERS[1])
+    profile = a_profile(layers=layers, alone={8: Timing(0.0, 0.5, 0.0)})
+    assert [[layer.name for layer in part] for part in profile.parts] == [["f", "0", "f", "f"], ["1"]]
+    found = predict(profile, Choice("pipeline", pipeline=2, microbatches=2))
+    assert found.compute_seconds == pytest.approx(0.5 / 2 + 0.4 / 2)
 
 
 @pytest.mark.parametrize("parts", [2, 4, 8])
@@ -155,15 +177,17 @@ def test_a_pipeline_takes_as_many_slots_as_the_closed_form(parts: int) -> None:
 
 
 def test_a_hybrid_is_the_product_of_its_axes() -> None:
-    found = predict(a_profile(), Choice("hybrid_parallel", data=2, pipeline=2, microbatches=2))
-    assert found.compute_seconds == pytest.approx(0.01 / 2 + 3 * 0.05 + 0.02)
-    messages = 2 * 2 * LINK.message(8000 / 4)
+    found = predict(a_profile(), Choice("hybrid_parallel", data=2, tensor=2))
+    assert found.compute_seconds == pytest.approx(0.01 / 2 + 0.4 / 4 + 0.04 / 2)
+    messages = 2 * 2 * LINK.all_reduce(8000 / 2, 2)
     assert found.transfer_seconds == pytest.approx(messages + LINK.all_reduce(2000, 2))
 
 
 def test_workers_that_disturb_each_other_take_longer() -> None:
     """Four workers on two cores: each takes twice as long, so that nothing is gained over two."""
-    together = {n: Together(Timing(0.0, 0.4 / n * slow, 0.0), LINK, LINK) for n, slow in ((2, 1.0), (4, 2.0))}
+    together = {
+        n: Together(Timing(0.0, 0.4 / n * slow, 0.0), LINK, LINK, LINK) for n, slow in ((2, 1.0), (4, 2.0))
+    }
     profile = a_profile(alone={8: Timing(0.0, 0.4, 0.0)}, together=together)
     assert (profile.contention(2), profile.contention(4)) == (1.0, 2.0)
     two, four = (predict(profile, Choice("data_parallel", data=n)).compute_seconds for n in (2, 4))
@@ -187,15 +211,31 @@ def test_the_fixed_part_of_a_step_does_not_shrink_with_the_batch() -> None:
     ("fields", "choice", "words"),
     [
         ({"batch_size": 3, "alone": {3: STEP}}, Choice("data_parallel", data=4), "3 samples"),
-        ({}, Choice("model_parallel", pipeline=8), "4 layers, fewer than 8 stages"),
+        ({}, Choice("model_parallel", pipeline=8), "4 layers to cut between, fewer than 8 stages"),
         ({"layers": (Layer(name="a", seconds=1.0),)}, Choice("tensor_parallel", tensor=2), "can be split"),
         ({"num_batchnorms": 1}, Choice("pipeline", pipeline=2, microbatches=2), "BatchNorm"),
-        ({"tied": ("head",)}, Choice("model_parallel", pipeline=2), "head shares its parameters"),
-        ({"memory_bytes": 1000}, Choice("data_parallel", data=2), "MiB a worker"),
+        ({}, Choice("hybrid_parallel", data=2, pipeline=2), "no stages of layers yet"),
+        (
+            {"memory_bytes": 1000},
+            Choice("data_parallel", data=2),
+            "needs 15.6 KiB a worker while it trains, and 1.0 KiB are there",
+        ),
+        (
+            {"memory_bytes": 15_000, "optimizer_factor": 2.0, "num_cores": 8},
+            Choice("sharded", data=4),
+            "needs 31.2 KiB a worker when the cell ends",
+        ),
+        (
+            {"memory_bytes": 15_000},
+            Choice("model_parallel", pipeline=2),
+            "",
+        ),
     ],
 )
 def test_what_cannot_be_says_why(fields: dict[str, object], choice: Choice, words: str) -> None:
-    assert words in predict(a_profile(**fields), choice).problem
+    problem = predict(a_profile(**fields), choice).problem
+    assert words in problem
+    assert bool(words) == bool(problem)
 
 
 def test_every_factorisation_of_the_workers_is_there_once() -> None:
@@ -208,7 +248,36 @@ def test_every_factorisation_of_the_workers_is_there_once() -> None:
         if d * p * t in (2, 4, 8) and sum(n > 1 for n in (d, p, t)) > 1
     }
     assert hybrids == every
-    assert all(not 16 // c.data % c.microbatches for c in found)
+    assert {c.microbatches for c in found if (c.strategy, c.pipeline) == ("pipeline", 8)} == {8, 16}
+
+
+def test_a_plan_has_the_choice_of_each_strategy_as_it_is_asked_for() -> None:
+    degrees = {"data_parallel_degree": 2, "tensor_parallel_degree": 2}
+    for name, kind in STRATEGIES.items():
+        spec = kind(**(degrees if name == "hybrid_parallel" else {})).spec()
+        for batch_size in (1, 3, 6, 64):
+            choice = choice_of(spec, 4, batch_size)
+            assert choice in choices(4, batch_size), (name, batch_size)
+            assert choice is not None
+            assert (choice.strategy, choice.num_workers) == (name, 4)
+    assert choice_of(STRATEGIES["pipeline"]().spec(), 4, 64) == Choice("pipeline", pipeline=4, microbatches=8)
+    asked = STRATEGIES["tensor_parallel"](tensor_parallel_degree=4).spec()
+    assert choice_of(asked, 4, 64) == Choice("tensor_parallel", tensor=4)
+    assert choice_of(STRATEGIES["pipeline"](stages=[["a"], ["b"]]).spec(), 2, 64) is None
+
+
+def test_a_plan_refuses_the_degrees_that_the_strategy_refuses() -> None:
+    for choice in choices(8, 16):
+        if choice.strategy != "hybrid_parallel":
+            continue
+        words = {"data_parallel_degree": choice.data, "pipeline_degree": choice.pipeline}
+        words["tensor_parallel_degree"] = choice.tensor
+        problem = predict(a_profile(), choice).problem
+        if problem:
+            with pytest.raises(UsageError, match=problem):
+                STRATEGIES["hybrid_parallel"](**words)
+        else:
+            STRATEGIES["hybrid_parallel"](**words)
 
 
 # -------------------------------------------------------------------------------------------------- ranking
@@ -242,16 +311,28 @@ def test_one_worker_is_taken_where_more_bring_nothing() -> None:
 
 
 def test_a_model_that_fits_no_device_is_split() -> None:
-    """4000 bytes of parameters with gradients and moments take 16000; two workers have 12000 each."""
-    profile = a_profile(optimizer_factor=2.0, memory_bytes=13_000, together=perfect(2))
-    profile = replace(profile, layers=tuple(replace(layer, saved_bytes=0) for layer in FOUR_LAYERS))
+    """4000 bytes of parameters take 16000 with gradients and moments, and 16000 are kept for the backward pass.
+
+    Two stages have half of the gradients, of the moments and of what is kept. Whole again at the end is 16000, beside
+    all shards 32000; tensor parallel has 3 times the parameters from before, 4 times half of them, 4 times joined.
+    """
+    profile = a_profile(optimizer_factor=2.0, memory_bytes=23_000, num_cores=8, together=perfect(2))
     ranked = rank(profile, 2)
     fits = {r.prediction.choice.strategy for r in ranked if not r.prediction.problem}
-    assert fits == {"sharded", "tensor_parallel", "model_parallel", "pipeline"}
+    assert fits == {"model_parallel", "pipeline"}
+    ends = {r.prediction.choice.strategy: r.prediction.end_bytes for r in ranked}
+    assert (ends["pipeline"], ends["sharded"], ends["tensor_parallel"]) == (16_000, 32_000, 36_000)
     assert "does not fit one device" in ranked[0].reason
     assert ranked[0].prediction.step_seconds == min(
         r.prediction.step_seconds for r in ranked if not r.prediction.problem
     )
+
+
+def test_no_strategy_helps_where_the_whole_state_fits_no_worker() -> None:
+    plan = make_plan(a_profile(optimizer_factor=2.0), 4, memory_bytes=15_000)
+    assert all(each.prediction.problem for each in plan.ranked)
+    assert plan.table.title == "Plan for batches of 8 samples: nothing can be run"
+    assert "single device" in make_plan(a_profile(batch_size=1, alone={1: STEP}), 1).table.title
 
 
 def test_what_cannot_be_comes_last_and_every_line_has_a_reason() -> None:
@@ -277,16 +358,26 @@ def test_reports_of_workers_become_a_profile() -> None:
         "memory_bytes": 5000,
         "num_cores": 2,
         "num_batchnorms": 0,
-        "tied": [],
     }
+    slower = Link(2e-3, 1e5)
     pair = {
         "num_workers": 2,
         "memory_bytes": 4000,
         "timings": [{"num_samples": 4, "data": 0.01, "model": 0.3, "update": 0.04}],
         "all_reduces": [[256.0, LINK.all_reduce(256, 2)], [1e6, LINK.all_reduce(1e6, 2)]],
+        "group_sums": [[256.0, slower.all_reduce(256, 2)], [1e6, slower.all_reduce(1e6, 2)]],
         "messages": [[256.0, LINK.message(256)], [1e6, LINK.message(1e6)]],
     }
     profile = read_profile(alone, [pair])
     assert profile.memory_bytes == 4000
     assert profile.contention(2) == pytest.approx(0.3 / 0.2)
     assert profile.link(2).all_reduce.bytes_per_second == pytest.approx(1e6)
+    assert profile.link(2).group.bytes_per_second == pytest.approx(1e5)
+    # Split layers and shards go by the group, data parallel's gradients by what is fastest.
+    taken = {
+        name: predict(profile, Choice(name, **{axis: 2})).transfer_seconds
+        for name, axis in (("data_parallel", "data"), ("sharded", "data"), ("tensor_parallel", "tensor"))
+    }
+    assert taken["data_parallel"] == pytest.approx(LINK.all_reduce(4000, 2))
+    assert taken["sharded"] == pytest.approx(4 * 3 * slower.all_gather(1000, 2))
+    assert taken["tensor_parallel"] == pytest.approx(2 * 2 * slower.all_reduce(8000, 2))

@@ -57,6 +57,13 @@ def test_the_simulated_bubble_is_the_closed_form(schedule: str, costs: Costs) ->
         assert simulated == pytest.approx(closed_form_bubble(schedule, p, m, chunks, costs), abs=1e-9), (p, m)
 
 
+def test_weight_gradients_that_are_longer_than_all_gaps_leave_none() -> None:
+    assert closed_form_bubble("zero-bubble", 4, 8, costs=Costs(1.0, 1.0, 3.0)) == 0.0
+    assert closed_form_bubble("zero-bubble", 4, 8, costs=Costs(1.0, 1.0, 1.0)) == pytest.approx(
+        3 / (3 * 8 + 3)
+    )
+
+
 def test_memory_is_what_the_papers_say() -> None:
     for p, m in CASES:
         assert [num_held(lane) for lane in build("gpipe", p, m)] == [m] * p
