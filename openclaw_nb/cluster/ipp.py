@@ -94,8 +94,16 @@ class Door:
 
     # ------------------------------------------------------------------------------------ processes
 
-    def start_controller(self, host: str) -> None:
-        """Start the controller process; returns before it can be reached."""
+    def start_controller(self, host: str, log_level: str = "") -> None:
+        """Start the controller process; returns before it can be reached.
+
+        Parameters
+        ----------
+        host : str
+            The address that it binds.
+        log_level : str
+            How much it writes into its log, such as ``"DEBUG"``; as much as ipyparallel does when "".
+        """
         import ipyparallel
 
         self._cluster = ipyparallel.Cluster(
@@ -112,6 +120,7 @@ class Door:
                 f"--HeartMonitor.max_heartmonitor_misses={_HEARTBEAT_MISSES}",
                 "--IPController.enable_curve=True",
                 "--nodb",
+                *([f"--log-level={log_level}"] if log_level else []),
             ],
         )
         self._cluster.start_controller_sync(environment=self._environment)
