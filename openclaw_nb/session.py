@@ -343,7 +343,12 @@ class OpenClawCluster:
 
         Its records are `openclaw_nb.config.effects.Effect`. A cluster that does not run says what would be set.
         """
-        return effects_table(self.configuration, _seen(self) if self.running else None)
+        said = {
+            "parallel.workers": self.workers,
+            "parallel.backend": self.backend,
+            "parallel.communication": self.communication,
+        }
+        return effects_table(self.configuration.overridden(said), _seen(self) if self.running else None)
 
     @property
     def running(self) -> bool:

@@ -145,9 +145,11 @@ class MpiLaunch:
         ports = ", ".join(map(str, ports_open_to_others(self._door.pid_of_set(0))))
         if not ports:
             return []
+        own_tcp = "tcp" in self._settings.get("OMPI_MCA_btl", "")
+        workers = "and so do the workers (mpi_shared_memory: false)" if own_tcp else "no worker does"
         return [
-            f"mpiexec listens on every network interface of this host (port {ports}), for daemons of its own; no "
-            "worker does. Where other hosts can reach this one, close these ports or use the backend local."
+            f"mpiexec listens on every network interface of this host (port {ports}), for daemons of its own; "
+            f"{workers}. Where other hosts can reach this one, close these ports or use the backend local."
         ]
 
     def end(self) -> None:

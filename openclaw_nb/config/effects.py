@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from openclaw_nb.config.cells import COMMON, CellDefaults
+from openclaw_nb.config.kinds import Size
 from openclaw_nb.config.schema import KEYS, fields_of
 from openclaw_nb.config.settings import Configuration
 from openclaw_nb.config.settle import MPI_OVER_TCP, is_loopback
@@ -120,19 +121,36 @@ def effects(configuration: Configuration, seen: Seen | None) -> list[Effect]:
     return [*found, *_declared(configuration, seen)]
 
 
-def effects_table(configuration: Configuration, seen: Seen | None) -> Table:
-    """Return `effects` as a table."""
+def effects_table(configuration: Configuration, seen: Seen | None, *, runs: bool = False) -> Table:
+    """Return `effects` as a table.
+
+    Parameters
+    ----------
+    configuration, seen
+        As for `effects`.
+    runs : bool
+        Whether a cluster runs from it that was not asked.
+    """
     records = effects(configuration, seen)
-    rows = tuple((e.key, _text(e.value), e.where, e.sets, e.took) for e in records)
+    rows = tuple((e.key, _shown(e), e.where, e.sets, e.took) for e in records)
     named = {path for path in KEYS if configuration.value(path) is not None}
     rest = ", ".join(path for path in KEYS if path not in named)
     files = ", ".join(configuration.files) or "no file"
     notes = [f"Not given, and nothing set: {rest}."]
     if not configuration:
         notes = ["Nothing is configured: no file was given, and no variable OPENCLAW_… overrides a key."]
-    if seen is None:
+    if seen is None and runs:
+        notes.insert(
+            0, "This is what was asked for; what took effect, and where: %openclaw config --effective"
+        )
+    elif seen is None:
         notes.insert(0, "No cluster runs from this configuration: this is what it would set.")
     return Table(f"Configuration: {files}", _COLUMNS if rows else (), rows, tuple(records), tuple(notes))
+
+
+def _shown(effect: Effect) -> str:
+    is_size = effect.key in KEYS and isinstance(KEYS[effect.key].kind, Size)
+    return size_text(effect.value) if is_size else _text(effect.value)
 
 
 def _text(value: Any) -> str:
@@ -210,7 +228,7 @@ def _workers(value: Any, seen: Seen) -> _Outcome:
     placed = ", ".join(f"{worker} on {device}" for worker, device in seen.devices.items())
     if len(seen.devices) != value:
         return _Outcome(
-            f"{len(seen.devices)} workers: {placed}", took="not taken: another number was asked for since"
+            f"{len(seen.devices)} workers: {placed}", took="not taken: there are more or fewer since"
         )
     return _Outcome(f"{value} workers: {placed}", tuple(seen.devices), _listed(tuple(seen.devices), seen))
 
@@ -370,8 +388,9 @@ def _in_last_cell(sets: str, name: str, value: Any, takers: Sequence[str], seen:
         return _Outcome(sets, took="the last cell" if last else "-")
     wanted = described.options[name]
     took = tuple(worker for worker, cell in last.items() if cell["options"].get(name) == wanted)
-    others = [f"{w}: the cell said {c['options'].get(name)}" for w, c in last.items() if w not in took]
-    said = f"in the last cell: {_text(wanted)} on {_listed(took, seen)}" if took else ""
+    words = size_text if name == "fusion_buffer_size" else _text
+    others = [f"{w}: the cell said {words(c['options'].get(name))}" for w, c in last.items() if w not in took]
+    said = f"in the last cell: {words(wanted)} on {_listed(took, seen)}" if took else ""
     return _Outcome(sets, took, "; ".join(filter(None, (said, *others))))
 
 

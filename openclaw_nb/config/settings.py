@@ -6,7 +6,7 @@ Knows keys and values; does not know files, nor what is running.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from openclaw_nb.config.schema import KEYS
@@ -86,6 +86,11 @@ class Configuration:
         """Return where a key stands and how it is written, as errors begin."""
         setting = self.settings[path]
         return f"{setting.where}, {setting.written}"
+
+    def overridden(self, arguments: Mapping[str, Any]) -> Configuration:
+        """Return the configuration with what was said beside it, by key; None for what was not said."""
+        said = {path: Setting(v, "argument", path) for path, v in arguments.items() if v is not None}
+        return replace(self, settings={**self.settings, **said})
 
     @property
     def strategy(self) -> Setting | None:

@@ -81,7 +81,7 @@ def _config(context: Context, options: argparse.Namespace) -> Table:
                 "set; start a cluster with it: %openclaw start --config FILE"
             )
         shown = cluster or OpenClawCluster()
-        return effects_table(shown.configuration, None)
+        return effects_table(shown.configuration, None, runs=cluster is not None)
     return cluster.effective_configuration()
 
 

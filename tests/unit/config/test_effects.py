@@ -120,7 +120,7 @@ def test_what_a_worker_did_not_get_is_no_success() -> None:
     assert buffers.workers == ()
     assert "the kernel allows no more" in buffers.took
     count = effect("parallel: {workers: 3}", "parallel.workers")
-    assert (count.workers, count.took) == ((), "not taken: another number was asked for since")
+    assert (count.workers, count.took) == ((), "not taken: there are more or fewer since")
     assert effect("", "parallel.timeout", limit_seconds=5.0).took == "not taken: another limit was set since"
 
 
@@ -130,13 +130,19 @@ def test_options_of_cells_are_those_of_the_last_one() -> None:
     assert effect(text, key).took == "from the next cell on"
     took = report(cell={"name": "data_parallel", "options": {"fusion_buffer_size": 1024**2}})
     other = report(cell={"name": "data_parallel", "options": {"fusion_buffer_size": 2048}})
-    assert effect(text, key, took, took).took == "in the last cell: 1048576 on all 2 workers"
+    assert effect(text, key, took, took).took == "in the last cell: 1.0 MiB on all 2 workers"
     assert effect(text, key, other, other).workers == ()
-    assert "worker-0: the cell said 2048" in effect(text, key, other, other).took
+    assert "worker-0: the cell said 2.0 KiB" in effect(text, key, other, other).took
     sharded = "strategy: sharded\nparallel: {fusion_buffer_size: 1MB}"
     assert effect(sharded, key).sets == (
         "not applicable: the default strategy, sharded, does not take it; with -s data_parallel it holds"
     )
+
+
+def test_what_was_said_beside_it_is_shown_as_such() -> None:
+    found = read("parallel: {workers: 4}").overridden({"parallel.workers": 2, "parallel.backend": None})
+    (workers,) = (each for each in effects(found, seen(found)) if each.key == "parallel.workers")
+    assert (workers.value, workers.where, workers.took) == (2, "argument", "all 2 workers")
 
 
 def test_without_a_configuration() -> None:
