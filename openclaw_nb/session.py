@@ -523,7 +523,7 @@ def _seen(cluster: OpenClawCluster) -> Seen:
         backend=master.backend,
         communication=master.communication,
         host=master.host,
-        controller_log=master.log_level,
+        controller_log=master.controller_log_level,
         limit_seconds=master.limits.communication_seconds,
         devices={worker.id: worker.device.id for worker in working},
         reports=master.worker_settings(),

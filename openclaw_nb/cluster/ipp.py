@@ -120,10 +120,18 @@ class Door:
                 f"--HeartMonitor.max_heartmonitor_misses={_HEARTBEAT_MISSES}",
                 "--IPController.enable_curve=True",
                 "--nodb",
-                *([f"--log-level={log_level}"] if log_level else []),
+                # As a number: traitlets says WARN for WARNING.
+                *([f"--log-level={logging.getLevelNamesMapping()[log_level]}"] if log_level else []),
             ],
         )
         self._cluster.start_controller_sync(environment=self._environment)
+
+    def controller_arguments(self) -> list[str]:
+        """Return the arguments with which the controller's process runs; none when it cannot be looked at."""
+        try:
+            return psutil.Process(self.controller[0][0]).cmdline() if self.controller else []
+        except psutil.Error:
+            return []
 
     def find_controller(self, processes: Sequence[tuple[int, float]]) -> None:
         """Find the controller and the engines that another process has started.

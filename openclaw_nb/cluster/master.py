@@ -11,6 +11,7 @@ Knows workers, epochs and runs; does not know how anything is shown, nor what a 
 from __future__ import annotations
 
 import contextlib
+import logging
 import math
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -976,6 +977,14 @@ class MasterNode:
     def limits(self) -> Limits:
         """How long ranks may wait; see `set_timeout`."""
         return self._limits
+
+    @property
+    def controller_log_level(self) -> str:
+        """How much the controller's process was told to write into its log; "" when nothing was said."""
+        words = (word.partition("=") for word in self._members.door.controller_arguments())
+        return next(
+            (logging.getLevelName(int(level)) for option, _, level in words if option == "--log-level"), ""
+        )
 
     def worker_settings(self) -> dict[str, dict[str, Any]]:
         """Return what each worker that answers in time has of the settings that a configuration can make.

@@ -326,8 +326,14 @@ def _rdma(value: Any, seen: Seen) -> _Outcome:
     )
 
 
-def _gpu_memory(value: Any, seen: Seen) -> _Outcome:
-    return _Outcome(f"the default of data-parallel cells: {_text(value)}", took="from the next cell on")
+def _gpu_option(name: str) -> Callable[[Any, Seen], _Outcome]:
+    """Return how an option of data-parallel cells on GPUs is looked at."""
+
+    def look(value: Any, seen: Seen) -> _Outcome:
+        sets = f"the default of data-parallel cells: {_text(value)}"
+        return _in_last_cell(sets, name, ["data_parallel"], seen)
+
+    return look
 
 
 _SEEN: dict[str, Callable[[Any, Seen], _Outcome]] = {
@@ -340,8 +346,8 @@ _SEEN: dict[str, Callable[[Any, Seen], _Outcome]] = {
     "parallel.mpi_shared_memory": _shared_memory,
     "parallel.hybrid": _hybrid,
     "parallel.omp_threads": _threads,
-    "parallel.memory_pooling": _gpu_memory,
-    "parallel.gpu_memory_fraction": _gpu_memory,
+    "parallel.memory_pooling": _gpu_option("memory_pooling"),
+    "parallel.gpu_memory_fraction": _gpu_option("gpu_memory_fraction"),
     "parallel.timeout": _timeout,
     "parallel.socket_buffer_size": _socket_buffers,
     "parallel.rdma": _rdma,
@@ -374,10 +380,10 @@ def _of_cells(path: str, value: Any, configuration: Configuration, seen: Seen | 
         return _Outcome(sets)
     if name == "devices":
         return _Outcome(sets, took="the ranks of the next cell")
-    return _in_last_cell(sets, name, value, takers, seen)
+    return _in_last_cell(sets, name, takers, seen)
 
 
-def _in_last_cell(sets: str, name: str, value: Any, takers: Sequence[str], seen: Seen) -> _Outcome:
+def _in_last_cell(sets: str, name: str, takers: Sequence[str], seen: Seen) -> _Outcome:
     last = {worker: report["cell"] for worker, report in seen.reports.items() if report["cell"]}
     last = {worker: cell for worker, cell in last.items() if cell["name"] in takers}
     if not last:

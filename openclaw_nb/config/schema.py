@@ -35,7 +35,7 @@ from openclaw_nb.strategies.precision import PRECISIONS
 
 _STRATEGY = Word(tuple(STRATEGIES), ALIASES)
 _DEVICES = Words("devices, such as [GPU-0, GPU-1]", device_id)
-_LEVEL = Word(("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL"))
+_LEVEL = Word(("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL"), {"WARN": "WARNING"})
 CAPABILITIES = (
     "capabilities: fp32, fp16, bf16, nccl, gloo, mpi, cuda, cuda with a version (cuda12), or a size (8GB)"
 )

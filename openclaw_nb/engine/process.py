@@ -23,7 +23,7 @@ class WorkerApp(engine_app.IPEngine):  # type: ignore[misc]
     def initialize(self, argv: Any = None) -> None:
         """Set the engine up, and let what this package logs go where its own log goes."""
         super().initialize(argv)
-        settings.share_log(self.log)
+        settings.share_log(self.log, self.log_level)
 
 
 def main() -> None:

@@ -29,14 +29,23 @@ def told(environment: Mapping[str, str]) -> dict[str, Any]:
 def log_arguments(environment: Mapping[str, str]) -> list[str]:
     """Return what the engine is told to write its log at the configured level."""
     level = told(environment).get("log_level")
-    return [] if level is None else [f"--log-level={level}"]
+    # As a number: traitlets says WARN for WARNING.
+    return [] if level is None else [f"--log-level={logging.getLevelNamesMapping()[level]}"]
 
 
-def share_log(log: logging.Logger | logging.LoggerAdapter[Any]) -> None:
-    """Let this package's lines go where the engine's go, at the engine's level; the root logger stays as it is."""
+def share_log(log: logging.Logger | logging.LoggerAdapter[Any], level: int | str) -> None:
+    """Let this package's lines go where the engine's go; the root logger stays as it is.
+
+    Parameters
+    ----------
+    log : Logger
+        The engine's, whose own level is the lowest: its handlers are what sorts lines out.
+    level : int or str
+        What those let through.
+    """
     engine = log.logger if isinstance(log, logging.LoggerAdapter) else log
     own = logging.getLogger(LOGGER)
-    own.setLevel(engine.level)
+    own.setLevel(level)
     own.handlers = list(engine.handlers)
     own.propagate = False
 

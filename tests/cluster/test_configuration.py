@@ -17,7 +17,7 @@ from openclaw_nb.session import OpenClawCluster
 from .conftest import single_device
 
 FILE = """\
-master: {host: 127.0.0.1, port: 50051, log_level: DEBUG}
+master: {host: 127.0.0.1, port: 50051, log_level: WARNING}
 strategy: data
 sync_frequency: 2
 checkpoint: {dir: CHECKPOINTS, interval: 600}
@@ -30,7 +30,7 @@ parallel:
   fusion_buffer_size: 1MB
   timeout: 45
   socket_buffer_size: 64KB
-  log_level: DEBUG
+  log_level: ERROR
   gpu_memory_fraction: 0.5
   mpi_shared_memory: true
   rdma: false
@@ -112,14 +112,17 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[OpenClawCluste
 
 @pytest.mark.cluster
 def test_keys_take_effect_on_the_workers(cluster: OpenClawCluster) -> None:
-    seen = "import torch, logging\nthreads = torch.get_num_threads()\nlevel = logging.getLogger('openclaw_nb').level"
+    seen = (
+        "import torch\nfrom traitlets.config import Application\n"
+        "threads, level = torch.get_num_threads(), Application.instance().log_level"
+    )
     assert cluster.run_cell(seen).wait(60).ok  # type: ignore[union-attr]
     both = ("worker-0", "worker-1")
 
     found = effective(cluster)
 
     assert [cluster.master.pull(["threads", "level"], rank) for rank in (0, 1)] == [
-        {"threads": 2, "level": 10}
+        {"threads": 2, "level": 40}
     ] * 2
     for key in (
         "parallel.omp_threads",
@@ -131,6 +134,10 @@ def test_keys_take_effect_on_the_workers(cluster: OpenClawCluster) -> None:
         assert found[key].workers == both, found[key]
     assert found["parallel.socket_buffer_size"].workers == both, found["parallel.socket_buffer_size"]
     assert cluster.master.limits.communication_seconds == 45
+    directory = Path(cluster.master._files.directory)  # type: ignore[union-attr]
+    logs = {path.name.partition("-")[0]: path.read_text() for path in directory.glob("log/ip*.log")}
+    assert "INFO" not in logs["ipengine"] + logs["ipcontroller"]
+    assert "queue::" not in logs["ipcontroller"]  # what it writes of each request, unless told to keep quiet
     assert found["parallel.timeout"].took == found["master.log_level"].took == "the master"
     assert found["parallel.omp_threads"].where.endswith("openclaw_config.yaml, line 10")
     assert "gloo" in found["parallel.communication"].sets

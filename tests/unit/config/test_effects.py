@@ -107,7 +107,15 @@ def test_the_same_keys_where_they_apply() -> None:
     found = effect("parallel: {rdma: false}", "parallel.rdma", told, devices=gpus)
     assert found.workers == ("worker-0",)
     fraction = effect("parallel: {gpu_memory_fraction: 0.5}", "parallel.gpu_memory_fraction", devices=gpus)
-    assert fraction.sets == "the default of data-parallel cells: 0.5"
+    assert (fraction.sets, fraction.took) == (
+        "the default of data-parallel cells: 0.5",
+        "from the next cell on",
+    )
+    cell = report(cell={"name": "data_parallel", "options": {"gpu_memory_fraction": 0.5}})
+    fraction = effect(
+        "parallel: {gpu_memory_fraction: 0.5}", "parallel.gpu_memory_fraction", cell, devices=gpus
+    )
+    assert fraction.took == "in the last cell: 0.5 on worker-0"
     told = report(environment={"OMPI_MCA_btl": "self,tcp"}, transport="sums by MPI, dist.* by gloo")
     facts = {"backend": "mpi", "communication": "sums by MPI, dist.* by gloo"}
     shared = effect("parallel: {mpi_shared_memory: false}", "parallel.mpi_shared_memory", told, told, **facts)
