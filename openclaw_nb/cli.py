@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -49,7 +50,17 @@ def _parser() -> argparse.ArgumentParser:
     devices.set_defaults(run=_list_devices)
     clusters = commands.add_parser("list", help="show the clusters of this user on this host")
     clusters.set_defaults(run=_list)
-    for command in (devices, clusters):
+    config = commands.add_parser("config", help="check a configuration file and show what each key sets")
+    config.add_argument("files", nargs="*", default=["openclaw_config.yaml"], help="openclaw_config.yaml")
+    config.add_argument(
+        "--effective", action="store_true", help="is known to the notebook: %%openclaw config"
+    )
+    config.set_defaults(run=_config)
+    init = commands.add_parser("init", help="write a configuration file with every key explained")
+    init.add_argument("path", nargs="?", default="openclaw_config.yaml", help="openclaw_config.yaml")
+    init.add_argument("--force", action="store_true", help="replace a file that is there")
+    init.set_defaults(run=_init)
+    for command in (devices, clusters, config):
         command.add_argument("--json", action="store_true", help="for a program to read")
     return parser
 
@@ -78,6 +89,26 @@ def _list(options: argparse.Namespace) -> str:
         return "No cluster runs on this host."
     rows = ((note["name"], str(note["owner_pid"]), _owner_state(note)) for note in notes)
     return aligned([("name", "owner", "owner's process"), *rows])
+
+
+def _config(options: argparse.Namespace) -> str:
+    from openclaw_nb.config.effects import effects_table
+    from openclaw_nb.config.load import load
+
+    if options.effective:
+        raise UsageError(
+            "What took effect is known where the cluster was started: %openclaw config --effective in its notebook, "
+            "or OpenClawCluster.effective_configuration() in its script. Without --effective a file is checked."
+        )
+    table = effects_table(load(options.files, os.environ), None)
+    return json.dumps([asdict(each) for each in table], indent=2) if options.json else repr(table)
+
+
+def _init(options: argparse.Namespace) -> str:
+    from openclaw_nb.config.template import write_template
+
+    path = write_template(options.path, overwrite=options.force)
+    return f"Written: {path}. Change what you need, then: OpenClawCluster(config_path={str(path)!r}).start()"
 
 
 def _owner_state(note: dict[str, Any]) -> str:

@@ -8,7 +8,9 @@ Decides what is started and ended when; does not know how anything is shown.
 from __future__ import annotations
 
 import atexit
+import logging
 import os
+import socket
 import threading
 from collections.abc import Callable, Sequence
 from functools import cached_property
@@ -17,17 +19,28 @@ from typing import Any
 
 from openclaw_nb.cluster.devices import Device, choose_devices, list_devices
 from openclaw_nb.cluster.files import end_abandoned
-from openclaw_nb.cluster.launch import check_devices, check_installed, check_words
+from openclaw_nb.cluster.launch import check_devices, check_installed, check_words, devices_for
 from openclaw_nb.cluster.master import MasterNode
 from openclaw_nb.cluster.run import CellRun, RunResult
 from openclaw_nb.cluster.worker import Worker, count_text
-from openclaw_nb.core.errors import AlreadyStartedError, NotStartedError, RemoteCellError, unknown_name
-from openclaw_nb.core.host import available_memory_bytes
+from openclaw_nb.config.cells import CellDefaults, cell_defaults
+from openclaw_nb.config.effects import Seen, effects_table
+from openclaw_nb.config.load import Paths, load
+from openclaw_nb.config.settings import Configuration
+from openclaw_nb.config.settle import Asked, Settled, check_capabilities, check_threads, settle
+from openclaw_nb.core.errors import (
+    AlreadyStartedError,
+    NotStartedError,
+    RemoteCellError,
+    UsageError,
+    unknown_name,
+)
+from openclaw_nb.core.host import available_memory_bytes, usable_cores
+from openclaw_nb.core.table import Table
 from openclaw_nb.core.text import is_set
 from openclaw_nb.monitor.store import Monitor
 from openclaw_nb.protocol.messages import StrategySpec
 from openclaw_nb.strategies import (
-    STRATEGIES,
     DataParallelStrategy,
     HybridParallelStrategy,
     ModelParallelStrategy,
@@ -113,17 +126,26 @@ class Session:
         """
         with self._lock:
             self._check_none_runs()
-            check_words(cluster.backend, cluster.communication)
-            check_installed(cluster.backend, cluster.communication)
-            devices = _choose(cluster)
-            check_devices(cluster.communication, devices)
+            configuration = cluster.configuration
+            settled = settle(configuration, cluster.asked, list_devices(), _own_addresses())
+            check_words(settled.backend, settled.communication)
+            check_installed(settled.backend, settled.communication)
+            devices = _choose(cluster, settled)
+            check_devices(settled.communication, devices)
+            check_threads(
+                configuration, len(devices), usable_cores(), oversubscribe=cluster.may_oversubscribe
+            )
+            notes = check_capabilities(configuration, devices, available_memory_bytes())
             self._stop_at_exit()
             master = MasterNode(
+                settled.host,
                 name=cluster.name,
-                backend=cluster.backend,
-                communication=cluster.communication,
+                backend=settled.backend,
+                communication=settled.communication,
                 lease_seconds=cluster.lease_seconds,
                 oversubscribe=cluster.oversubscribe,
+                environment=settled.environment,
+                log_level=configuration.given("master.log_level") or "",
             )
             num_working = len(devices) - cluster.spares
             try:
@@ -134,6 +156,7 @@ class Session:
                 raise
             master.listen(self.monitor.take)
             self._cluster = cluster
+            _set_up(master, configuration, [*settled.notes, *notes])
             return master
 
     def attach(self, cluster: OpenClawCluster, name: str | None) -> MasterNode:
@@ -220,10 +243,10 @@ class OpenClawCluster:
         Ids (``"GPU-0,GPU-1"``), or ``"auto"``.
     name : str, optional
         For ``%openclaw list``; made up when not given.
-    backend : {"local", "mpi"}
-        How workers are started; see `MasterNode`.
-    communication : {"auto", "nccl", "gloo", "mpi"}
-        What the workers communicate with; see `MasterNode`.
+    backend : {"local", "thread", "cuda", "mpi"}, optional
+        How workers are started; see `MasterNode`. ``"local"`` when nothing says otherwise.
+    communication : {"auto", "nccl", "gloo", "mpi"}, optional
+        What the workers communicate with; see `MasterNode`. ``"auto"`` when nothing says otherwise.
     oversubscribe : bool
         Start also with more workers than devices, or little memory, as with ``OPENCLAW_OVERSUBSCRIBE=1``.
     spares : int
@@ -231,9 +254,14 @@ class OpenClawCluster:
     lease_seconds : float
         How long the workers, and a cell that runs on them, wait for a new owner (`attach`) when this process ends, in
         whatever way, without `stop` or `detach`.
+    config_path : str, path or sequence of them, optional
+        A configuration file (`docs/configuration.md`), or several. What is said by the other parameters wins over it,
+        and over variables ``OPENCLAW_…``, which win over the file.
 
     Attributes
     ----------
+    configuration : Configuration
+        What file and variables say.
     cell : object or None
         In a notebook that has attached to the cluster, a handle of the cell that ran there.
 
@@ -250,12 +278,14 @@ class OpenClawCluster:
         workers: int | None = None,
         devices: str | Sequence[str] | None = None,
         name: str | None = None,
-        backend: str = "local",
-        communication: str = "auto",
+        backend: str | None = None,
+        communication: str | None = None,
         oversubscribe: bool = False,
         lease_seconds: float = 0.0,
         spares: int = 0,
+        config_path: Paths | None = None,
     ) -> None:
+        self.configuration: Configuration = load(config_path, os.environ)
         self.lease_seconds = lease_seconds
         self.spares = spares
         self.workers = workers
@@ -292,6 +322,35 @@ class OpenClawCluster:
         self.master.detach()
 
     @property
+    def may_oversubscribe(self) -> bool:
+        """Whether workers may share devices and cores."""
+        return self.oversubscribe or is_set(os.environ, "OPENCLAW_OVERSUBSCRIBE")
+
+    @property
+    def asked(self) -> Asked:
+        """What was said beside the configuration."""
+        oversubscribe = self.may_oversubscribe
+        return Asked(self.workers, self.devices, self.backend, self.communication, oversubscribe)
+
+    @property
+    def cell_defaults(self) -> CellDefaults:
+        """What the configuration says of cells: their strategy, and the defaults of its options."""
+        workers = self._master.workers if self._master is not None and self.running else []
+        return cell_defaults(self.configuration, [w.device.id for w in workers if not w.spare])
+
+    def effective_configuration(self) -> Table:
+        """Return each configured key with its value, where that comes from, what it has set, and on which workers.
+
+        Its records are `openclaw_nb.config.effects.Effect`. A cluster that does not run says what would be set.
+        """
+        said = {
+            "parallel.workers": self.workers,
+            "parallel.backend": self.backend,
+            "parallel.communication": self.communication,
+        }
+        return effects_table(self.configuration.overridden(said), _seen(self) if self.running else None)
+
+    @property
     def running(self) -> bool:
         """Whether the cluster is started."""
         return self._master is not None and self._master.running
@@ -323,13 +382,17 @@ class OpenClawCluster:
         source : str
             What a notebook's cell would hold.
         strategy : str, one of `openclaw_nb.strategies`, or StrategySpec, optional
-            How it is run in parallel; on every rank as it stands when not given.
+            How it is run in parallel; on every rank as it stands when not given. A word takes its options from the
+            configuration; ``"default"`` is the strategy that is configured.
         targets : sequence of int, optional
             The ranks that run it; all by default.
         """
-        described = STRATEGIES[canonical_strategy(strategy)]() if isinstance(strategy, str) else strategy
+        defaults = self.cell_defaults
+        described = _described(strategy, defaults) if isinstance(strategy, str) else strategy
         if described is None or isinstance(described, StrategySpec):
+            defaults.check(described)
             return self.master.run_cell(source, strategy=described, targets=targets)
+        defaults.check(described.spec())
         targets = self._ranks_on(described.devices) if targets is None else targets
         return self.master.run_cell(source, strategy=described.spec(), targets=targets)
 
@@ -358,6 +421,7 @@ class OpenClawCluster:
         RemoteCellError
             With the traceback of the rank that raised first.
         """
+        strategy = _described(strategy, self.cell_defaults) if isinstance(strategy, str) else strategy
         self.master.push({"_openclaw_function": function, "_openclaw_arguments": arguments})
         source = "_openclaw_result = _openclaw_function(**_openclaw_arguments)"
         result = self.run_cell(source, strategy=strategy).wait()
@@ -415,12 +479,64 @@ def resize_workers(num_workers: int) -> list[Worker]:
     return current_session().master.resize_workers(num_workers)
 
 
-def _choose(cluster: OpenClawCluster) -> list[Device]:
+def _described(word: str, defaults: CellDefaults) -> Described:
+    """Return the description of a strategy that a word names, with what is configured.
+
+    Raises
+    ------
+    UsageError
+        For another word, or "default" where none is configured.
+    """
+    if word == "default":
+        if defaults.strategy is None:
+            raise UsageError(
+                "No strategy is configured: name one, or write `strategy: data` into the configuration."
+            )
+        word = defaults.strategy
+    found: Described = defaults.describe(canonical_strategy(word), {})
+    return found
+
+
+def _own_addresses() -> set[str]:
+    """Return the addresses and the name of this host."""
+    import psutil
+
+    found = {each.address for addresses in psutil.net_if_addrs().values() for each in addresses}
+    return {*found, socket.gethostname()}
+
+
+def _set_up(master: MasterNode, configuration: Configuration, notes: Sequence[str]) -> None:
+    """Let a master that was started be as it is configured beyond its start."""
+    timeout = configuration.value("parallel.timeout")
+    if timeout is not None:
+        master.set_timeout(communication=timeout, computation=None)
+    if master.log_level:
+        logging.getLogger("openclaw_nb").setLevel(master.log_level)
+    for note in notes:
+        master.note(note)
+
+
+def _seen(cluster: OpenClawCluster) -> Seen:
+    master = cluster.master
+    working = [worker for worker in master.workers if not worker.spare]
+    return Seen(
+        backend=master.backend,
+        communication=master.communication,
+        host=master.host,
+        controller_log=master.controller_log_level,
+        limit_seconds=master.limits.communication_seconds,
+        devices={worker.id: worker.device.id for worker in working},
+        reports=master.worker_settings(),
+        cells=cluster.cell_defaults,
+    )
+
+
+def _choose(cluster: OpenClawCluster, settled: Settled) -> list[Device]:
     return choose_devices(
-        cluster.workers,
-        cluster.devices,
-        available=list_devices(),
+        settled.workers,
+        settled.devices,
+        available=devices_for(settled.backend, list_devices()),
         memory_available_bytes=available_memory_bytes(),
-        oversubscribe=cluster.oversubscribe or is_set(os.environ, "OPENCLAW_OVERSUBSCRIBE"),
+        oversubscribe=cluster.may_oversubscribe,
         num_spares=cluster.spares,
     )

@@ -199,6 +199,23 @@ def choose_more(
     return chosen
 
 
+def more_devices(
+    ids: Sequence[str], count: int, available: Sequence[Device], *, oversubscribe: bool
+) -> list[str]:
+    """Return the ids of so many devices beside some, of the same kind as the first that exists.
+
+    Raises
+    ------
+    ResourceError
+        When there are fewer.
+    """
+    known = {device.id: device for device in available}
+    used = [known[each] for each in ids if each in known]
+    if not used and any(each.startswith("GPU-") for each in ids):
+        return []  # whoever looks at the ids says that there is no GPU
+    return [device.id for device in _further(count, used, available, oversubscribe)]
+
+
 def _further(
     count: int, used: Sequence[Device], available: Sequence[Device], oversubscribe: bool, num_spares: int = 0
 ) -> list[Device]:

@@ -94,8 +94,16 @@ class Door:
 
     # ------------------------------------------------------------------------------------ processes
 
-    def start_controller(self, host: str) -> None:
-        """Start the controller process; returns before it can be reached."""
+    def start_controller(self, host: str, log_level: str = "") -> None:
+        """Start the controller process; returns before it can be reached.
+
+        Parameters
+        ----------
+        host : str
+            The address that it binds.
+        log_level : str
+            How much it writes into its log, such as ``"DEBUG"``; as much as ipyparallel does when "".
+        """
         import ipyparallel
 
         self._cluster = ipyparallel.Cluster(
@@ -112,9 +120,18 @@ class Door:
                 f"--HeartMonitor.max_heartmonitor_misses={_HEARTBEAT_MISSES}",
                 "--IPController.enable_curve=True",
                 "--nodb",
+                # As a number: traitlets says WARN for WARNING.
+                *([f"--log-level={logging.getLevelNamesMapping()[log_level]}"] if log_level else []),
             ],
         )
         self._cluster.start_controller_sync(environment=self._environment)
+
+    def controller_arguments(self) -> list[str]:
+        """Return the arguments with which the controller's process runs; none when it cannot be looked at."""
+        try:
+            return psutil.Process(self.controller[0][0]).cmdline() if self.controller else []
+        except psutil.Error:
+            return []
 
     def find_controller(self, processes: Sequence[tuple[int, float]]) -> None:
         """Find the controller and the engines that another process has started.

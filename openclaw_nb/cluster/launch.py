@@ -1,6 +1,8 @@
 """How the processes of workers are started, and what the death of one means: the backends of ``%openclaw start``.
 
     local   a process a worker; one that died is replaced, all others go on
+    thread  the same, on cores alone
+    cuda    the same, on GPUs alone
     mpi     one mpiexec starts all; it ends all when one dies, so nothing can be mended
 
 Knows the door and devices; does not know groups or cells.
@@ -9,7 +11,7 @@ Knows the door and devices; does not know groups or cells.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import ClassVar, Protocol
 
 from openclaw_nb.cluster.devices import Device, threads_per_worker
@@ -29,9 +31,12 @@ class Launch(Protocol):
     ----------
     replaces : bool
         Whether a new process can take the place of one that died.
+    only : str
+        The kind of devices that its workers run on; "" for any.
     """
 
     replaces: ClassVar[bool]
+    only: ClassVar[str]
 
     def start(self, workers: Sequence[Worker], num_workers: int) -> None:
         """Start the processes of these workers, of ``num_workers`` in all; they register later."""
@@ -57,17 +62,23 @@ class LocalLaunch:
         Address for the workers' stores.
     memory : callable
         Makes the cluster's folder in shared memory and returns it.
+    settings : mapping of str to str
+        Further variables for each worker, which win over others.
     """
 
     replaces: ClassVar[bool] = True
+    only: ClassVar[str] = ""
 
-    def __init__(self, door: Door, host: str, memory: Callable[[], str]) -> None:
-        self._door, self._host = door, host
+    def __init__(
+        self, door: Door, host: str, memory: Callable[[], str], settings: Mapping[str, str] | None = None
+    ) -> None:
+        self._door, self._host, self._settings = door, host, dict(settings or {})
 
     def start(self, workers: Sequence[Worker], num_workers: int) -> None:
         """Start a process for each of these workers."""
         for worker in workers:
-            environment = {**_common_environment(num_workers), **_device_environment(worker.device)}
+            common = {**_common_environment(num_workers), **self._settings}
+            environment = {**common, **_device_environment(worker.device)}
             self._door.start_engine(worker.number, environment, self._host)
 
     def last_words(self, worker: Worker) -> str:
@@ -82,19 +93,34 @@ class LocalLaunch:
         """Leave the others: they stand by themselves."""
 
 
+class ThreadLaunch(LocalLaunch):
+    """A process a core, with OpenMP's threads in it, and no GPU."""
+
+    only: ClassVar[str] = "cpu"
+
+
+class CudaLaunch(LocalLaunch):
+    """A process a GPU."""
+
+    only: ClassVar[str] = "gpu"
+
+
 class MpiLaunch:
     """One mpiexec for all workers, whose numbers are their ranks in MPI.
 
     Parameters
     ----------
-    door, host, memory
+    door, host, memory, settings
         As for `LocalLaunch`.
     """
 
     replaces: ClassVar[bool] = False
+    only: ClassVar[str] = ""
 
-    def __init__(self, door: Door, host: str, memory: Callable[[], str]) -> None:
-        self._door, self._host, self._memory = door, host, memory
+    def __init__(
+        self, door: Door, host: str, memory: Callable[[], str], settings: Mapping[str, str] | None = None
+    ) -> None:
+        self._door, self._host, self._memory, self._settings = door, host, memory, dict(settings or {})
 
     def start(self, workers: Sequence[Worker], num_workers: int) -> None:
         """Start all workers."""
@@ -104,7 +130,7 @@ class MpiLaunch:
         )
         self._door.start_engines_by_mpi(
             find_mpiexec(),
-            {**own, **_common_environment(num_workers)},
+            {**own, **_common_environment(num_workers), **self._settings},
             [_device_environment(worker.device) for worker in workers],
             self._host,
         )
@@ -119,9 +145,11 @@ class MpiLaunch:
         ports = ", ".join(map(str, ports_open_to_others(self._door.pid_of_set(0))))
         if not ports:
             return []
+        own_tcp = "tcp" in self._settings.get("OMPI_MCA_btl", "")
+        workers = "and so do the workers (mpi_shared_memory: false)" if own_tcp else "no worker does"
         return [
-            f"mpiexec listens on every network interface of this host (port {ports}), for daemons of its own; no "
-            "worker does. Where other hosts can reach this one, close these ports or use the backend local."
+            f"mpiexec listens on every network interface of this host (port {ports}), for daemons of its own; "
+            f"{workers}. Where other hosts can reach this one, close these ports or use the backend local."
         ]
 
     def end(self) -> None:
@@ -129,7 +157,12 @@ class MpiLaunch:
         self._door.end_sets()
 
 
-BACKENDS: dict[str, type[LocalLaunch | MpiLaunch]] = {"local": LocalLaunch, "mpi": MpiLaunch}
+BACKENDS: dict[str, type[LocalLaunch | MpiLaunch]] = {
+    "local": LocalLaunch,
+    "thread": ThreadLaunch,
+    "cuda": CudaLaunch,
+    "mpi": MpiLaunch,
+}
 
 SET_ENDED = (
     "One death ends an MPI set: the variables of all workers are gone. Start anew: %openclaw stop, then "
@@ -162,6 +195,24 @@ def check_installed(backend: str, communication: str) -> None:
         find_mpiexec()
     if communication == "mpi":
         require_mpi4py()
+
+
+def devices_for(backend: str, available: Sequence[Device]) -> list[Device]:
+    """Return the devices that a backend's workers can run on.
+
+    Raises
+    ------
+    UsageError
+        When there are none.
+    """
+    only = BACKENDS[backend].only
+    found = [device for device in available if only in ("", device.kind)]
+    if not found:
+        raise UsageError(
+            f"The backend {backend} runs one worker a GPU, and nvidia-smi shows no GPU on this machine. Take the "
+            "backend local, or write `fallback: cpu` in the configuration."
+        )
+    return found
 
 
 def check_devices(communication: str, devices: Sequence[Device]) -> None:

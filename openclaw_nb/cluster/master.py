@@ -11,6 +11,7 @@ Knows workers, epochs and runs; does not know how anything is shown, nor what a 
 from __future__ import annotations
 
 import contextlib
+import logging
 import math
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -88,6 +89,10 @@ class MasterNode:
         How long the workers wait for a new owner (`attach`) when this process ends without `stop` or `detach`.
     oversubscribe : bool
         Let added workers share devices, and start with little memory.
+    environment : mapping of str to str, optional
+        Further variables for each worker.
+    log_level : {"", "DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL"}
+        How much the controller writes into its log.
 
     Attributes
     ----------
@@ -114,6 +119,8 @@ class MasterNode:
         communication: str = "auto",
         lease_seconds: float = 0.0,
         oversubscribe: bool = False,
+        environment: Mapping[str, str] | None = None,
+        log_level: str = "",
     ) -> None:
         if not host.startswith("127.") and host != "localhost":
             raise UsageError(
@@ -127,6 +134,7 @@ class MasterNode:
         self._asked_communication = communication
         self._lease_seconds = lease_seconds
         self.oversubscribe = oversubscribe
+        self._environment, self.log_level = dict(environment or {}), log_level
         self._door: Door | None = None
         self._membership: Membership | None = None
         self._files: ClusterFiles | None = None
@@ -165,7 +173,7 @@ class MasterNode:
         check_installed(self.backend, self._asked_communication)
         door = self._open(ClusterFiles.create(self.cluster_id, self.name))
         self._watch_over()
-        door.start_controller(self.host)
+        door.start_controller(self.host, self.log_level)
         return self
 
     def _watch_over(self) -> None:
@@ -186,7 +194,7 @@ class MasterNode:
             on_died=self._on_died,
             on_lost=self._on_lost,
         )
-        launch = BACKENDS[self.backend](self._door, self.host, lambda: files.exchange()[0])
+        launch = BACKENDS[self.backend](self._door, self.host, lambda: files.exchange()[0], self._environment)
         self._membership = Membership(
             self._door, launch, self.host, self._asked_communication, self.cluster_id
         )
@@ -226,6 +234,8 @@ class MasterNode:
                 backend=state["backend"],
                 communication=state["communication"],
                 lease_seconds=lease_seconds,
+                environment=state.get("environment"),
+                log_level=state.get("log_level", ""),
             )
             master.cluster_id = files.cluster_id
             master._max_retries, master._checkpoint_every = state.get("recovery", (0, ""))
@@ -344,6 +354,8 @@ class MasterNode:
             "backend": self.backend,
             "controller": self._membership.door.controller,
             "recovery": [self._max_retries, self._checkpoint_every],
+            "environment": self._environment,
+            "log_level": self.log_level,
             "limits": [self._limits.communication_seconds, self._limits.computation_seconds],
         }
         with self._saving:  # workers may be added and removed from several threads
@@ -976,6 +988,33 @@ class MasterNode:
         return self._exchange
 
     # --------------------------------------------------------------------------------------- status
+
+    def note(self, text: str) -> None:
+        """Keep a line that a person should be told; see `take_notes`."""
+        self._members.notes.append(text)
+
+    @property
+    def limits(self) -> Limits:
+        """How long ranks may wait; see `set_timeout`."""
+        return self._limits
+
+    @property
+    def controller_log_level(self) -> str:
+        """How much the controller's process was told to write into its log; "" when nothing was said."""
+        words = (word.partition("=") for word in self._members.door.controller_arguments())
+        return next(
+            (logging.getLevelName(int(level)) for option, _, level in words if option == "--log-level"), ""
+        )
+
+    def worker_settings(self) -> dict[str, dict[str, Any]]:
+        """Return what each worker that answers in time has of the settings that a configuration can make.
+
+        Returns
+        -------
+        dict of str to dict
+            By the worker's id; see `openclaw_nb.engine.settings.report`.
+        """
+        return self._members.settings()
 
     def take_notes(self) -> list[str]:
         """Return what a person should be told about the workers since the last call."""

@@ -48,6 +48,10 @@ _PATIENCE_SECONDS = 1.0
 _STUCK_SECONDS = 5.0  # on a busy machine a rank that is free may need a moment to say so
 _CLOSE_SECONDS = 10.0
 _ANSWER_SECONDS = 5.0
+_NO_NCCL = (
+    "NCCL was asked for and cannot be used here, as it needs a GPU and PyTorch's CUDA build on every worker: all ranks "
+    "use {communication}. With communication: gloo or auto this is not said."
+)
 _NO_ANSWER = "a cell that lets nothing else run"
 
 
@@ -115,6 +119,8 @@ class Membership:
         )
         self._form()
         self.notes += self._launch.remarks()
+        if self._asked_communication == "nccl" and not self.communication.startswith("nccl"):
+            self.notes.append(_NO_NCCL.format(communication=self.communication))
         tell(total, total, "ready")
         self._ready.set()
         return self.workers
@@ -170,6 +176,18 @@ class Membership:
             with contextlib.suppress(WorkerDiedError, TimeoutError):
                 reply = answer.result(timeout=0)
                 found[number] = reply.value.get("run") if isinstance(reply, Done) else None
+        return found
+
+    def settings(self) -> dict[str, dict[str, Any]]:
+        """Return what each worker that answers in time says of its settings, by its id."""
+        asked = {w.id: self.door.request_at_once(w.number, Locate()) for w in self.present if w.alive}
+        wait(asked.values(), timeout=_ANSWER_SECONDS)
+        found = {}
+        for name, answer in asked.items():
+            with contextlib.suppress(WorkerDiedError, TimeoutError):
+                reply = answer.result(timeout=0)
+                if isinstance(reply, Done):
+                    found[name] = reply.value["settings"]
         return found
 
     @property

@@ -5,6 +5,7 @@
     |   |-- UnknownNameError  a verb, option, strategy, device or worker that does not exist
     |   |-- ResourceError     more workers than cores, devices or memory allow
     |   |   `-- NoRoomError   a file does not fit
+    |   |-- ConfigurationError  a configuration file, or a variable that overrides it, that cannot be
     |   |-- CheckpointError   a checkpoint that cannot be written, read, or loaded into these objects
     |   `-- RefusedError      a cell that a strategy cannot run with the single-device result
     |-- ClusterError          the cluster is not in the state that the call needs
@@ -26,7 +27,7 @@ A message says what was given, what is allowed and what to do. Errors survive pi
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 
 class OpenClawError(Exception):
@@ -47,6 +48,24 @@ class ResourceError(UsageError):
 
 class NoRoomError(ResourceError):
     """A file does not fit where it was to be written."""
+
+
+class ConfigurationError(UsageError):
+    """A configuration that cannot be: each problem on a line, with file, line and key.
+
+    Parameters
+    ----------
+    problems : str or sequence of str
+        What is wrong, and what is allowed instead.
+    """
+
+    def __init__(self, problems: str | Sequence[str]) -> None:
+        super().__init__(problems if isinstance(problems, str) else "\n".join(problems))
+
+    @property
+    def problems(self) -> list[str]:
+        """Each problem."""
+        return str(self).splitlines()
 
 
 class CheckpointError(UsageError):

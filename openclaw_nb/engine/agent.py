@@ -7,6 +7,7 @@ Knows the parts of a worker and wires them; does not know the notebook side.
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import sys
 import threading
@@ -19,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import psutil
 
 from openclaw_nb.core.errors import OpenClawError, ReleasedError
-from openclaw_nb.engine import preload, variables
+from openclaw_nb.engine import preload, settings, variables
 from openclaw_nb.engine.cell import CellRunner, Outcome
 from openclaw_nb.engine.outbox import Outbox, capture
 from openclaw_nb.engine.record import Record
@@ -59,6 +60,7 @@ if TYPE_CHECKING:
 
 _BEAT_SECONDS = 0.5
 _INTERRUPT_AGAIN_SECONDS = 0.5
+_log = logging.getLogger(__name__)
 
 
 class Agent:
@@ -89,6 +91,7 @@ class Agent:
         self._introduced: dict[str, Any] = {}
         self._captured = False
         self._lent: Parcel | None = None
+        self._last_strategy: StrategySpec | None = None
         self._bytes_at_start = self._bytes_at_cell = 0
         self._beater: threading.Thread | None = None
         self._lock = threading.Lock()
@@ -100,6 +103,7 @@ class Agent:
         if not self._captured:  # the streams are replaced by ipyparallel after the kernel is made
             capture(self.outbox, self._shell)
             self._captured = True
+        _log.debug("%s", type(command).__name__)
         reply = await self._handle(command)
         if isinstance(command, RunCell | EnterCell):
             self.outbox.ended(reply)
@@ -149,7 +153,11 @@ class Agent:
             self._settle()
         self._introduce()
         self._bytes_at_start = self._bytes_at_start or psutil.Process().memory_info().rss
-        return Done(value={"backend": self._service.transport, "pid": os.getpid()})
+        service = self._service
+        _log.info(
+            "group %d: rank %d of %d, %s", service.epoch, service.rank, service.world_size, service.transport
+        )
+        return Done(value={"backend": service.transport, "pid": os.getpid()})
 
     def _settle(self) -> None:
         """Exchange what an earlier cell of this group's ranks has trained and not shared."""
@@ -316,6 +324,7 @@ class Agent:
     ) -> tuple[Outcome, dict[str, Any]]:
         from openclaw_nb.engine.parallel.registry import Crossing, strategy_context
 
+        self._last_strategy = spec
         report: dict[str, Any] = {}
         namespace, publisher = self._shell.user_ns, self._publisher(command)
         crossing = None if self._regrouper is None else Crossing(self._regrouper, is_newcomer)
@@ -431,6 +440,12 @@ class Agent:
             "store_port": self._open_store(),
             "rank": self._group.rank if self._group else 0,
             "transport": self._group.transport if self._group else "",
+            "settings": settings.report(
+                self._group.transport if self._group else "",
+                self._group.socket_buffers if self._group else None,
+                self._last_strategy,
+                has_torch=self._preload.ready,
+            ),
             "problem": self._preload.problem,
             "warm": self._preload.is_complete,
         }

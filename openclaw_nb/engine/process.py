@@ -6,10 +6,11 @@ import atexit
 import gc
 import os
 import sys
+from typing import Any
 
 from ipyparallel.engine import app as engine_app
 
-from openclaw_nb.engine import preload
+from openclaw_nb.engine import preload, settings
 from openclaw_nb.engine.kernel import WorkerKernel
 from openclaw_nb.engine.place import find_place, take_place
 
@@ -19,6 +20,11 @@ class WorkerApp(engine_app.IPEngine):  # type: ignore[misc]
 
     name = "openclaw-worker"
 
+    def initialize(self, argv: Any = None) -> None:
+        """Set the engine up, and let what this package logs go where its own log goes."""
+        super().initialize(argv)
+        settings.share_log(self.log, self.log_level)
+
 
 def main() -> None:
     """Run the worker until it is stopped."""
@@ -27,6 +33,7 @@ def main() -> None:
         take_place(place)
         # ipyparallel's own flag would import mpi4py into every engine, with its defaults.
         arguments = [word for word in arguments if word != "--mpi"] + [f"--IPEngine.id={place.number}"]
+    arguments += settings.log_arguments(os.environ)
     # Else the last collections of the interpreter walk through all of torch: most of a second of a core, each worker.
     atexit.register(gc.freeze)
     preload.start()

@@ -116,6 +116,12 @@ def line_in_worker_cell(full_text: str, cursor_line: int) -> str | None:
 # --------------------------------------------------------------------------------------- in a live notebook
 
 
+def _paths(prefix: str) -> list[str]:
+    """Return the paths that begin so, folders with a slash behind."""
+    found = sorted(glob.glob(f"{glob.escape(prefix)}*"))
+    return [f"{path}/" if os.path.isdir(path) else path for path in found]
+
+
 class LiveNames:
     """Names from the session's cluster and the notebook.
 
@@ -158,9 +164,9 @@ class LiveNames:
             case "worker variable":
                 return self._worker_variables(prefix)
             case "directory":
-                return [
-                    f"{path}/" for path in sorted(glob.glob(f"{glob.escape(prefix)}*")) if os.path.isdir(path)
-                ]
+                return [path for path in _paths(prefix) if path.endswith("/")]
+            case "file":
+                return [path for path in _paths(prefix) if path.endswith(("/", ".yaml", ".yml"))]
         return []
 
     def _workers(self) -> list[Any]:

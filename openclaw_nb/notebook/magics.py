@@ -62,7 +62,16 @@ class OpenClawMagics(Magics):
                     "There is no code to run: %%openclaw_parallel stands on the first line of a cell, "
                     "with the code below it. %openclaw_parallel --help lists its options."
                 )
-            return self._run(options.parse_cell(words), line, cell)
+            return self._run(self._options(words, cell), line, cell)
+
+    def _options(self, words: list[str], cell: str) -> options.CellOptions:
+        from openclaw_nb.notebook.source import trains
+        from openclaw_nb.session import current_session
+
+        cluster = current_session().cluster
+        defaults = None if cluster is None else cluster.cell_defaults
+        is_for_default = defaults is not None and defaults.strategy is not None and trains(self.shell, cell)
+        return options.parse_cell(words, defaults, trains=is_for_default)
 
     def _run(self, given: options.CellOptions, line: str, cell: str) -> Any:
         from openclaw_nb.notebook import cellrun, source
@@ -81,6 +90,8 @@ class OpenClawMagics(Magics):
             targets=targets,
             strategy=given.strategy,
         )
+        if given.told:
+            _tell(given.told)
         if given.strategy is not None:
             self._cells[number] = request
         if given.verify_steps:

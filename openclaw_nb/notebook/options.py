@@ -11,11 +11,13 @@ from __future__ import annotations
 import argparse
 import contextlib
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 from openclaw_nb.cluster.launch import BACKENDS, COMMUNICATIONS
+from openclaw_nb.config.cells import CellDefaults
+from openclaw_nb.config.template import FILE_NAME
 from openclaw_nb.core.errors import UsageError, unknown_name
 from openclaw_nb.notebook.strategy_options import describe, refuse_others
 from openclaw_nb.plan.chaos import FAULTS
@@ -216,22 +218,54 @@ VERBS: dict[str, Command] = {
                     ("--devices",), "ids such as GPU-0,GPU-1 or CPU-0, or auto", "device", {"metavar": "IDS"}
                 ),
                 Argument(
+                    ("--config",),
+                    "a configuration file; what else is said here wins over it. May be given several times",
+                    "file",
+                    {"metavar": "FILE", "action": "append"},
+                ),
+                Argument(
                     ("--backend",),
-                    "how workers are started: a process each, or all by one mpiexec (local)",
+                    "how workers are started: a process a device, core or GPU, or all by one mpiexec (local)",
                     tuple(BACKENDS),
-                    {"default": "local"},
                 ),
                 Argument(
                     ("--communication",),
                     "what the workers communicate with (auto); mpi needs --backend mpi",
                     COMMUNICATIONS,
-                    {"default": "auto"},
                 ),
                 Argument(("--name",), "the cluster's name", settings={"metavar": "NAME"}),
                 _LEASE,
                 Argument(
                     ("--oversubscribe",), "allow more workers than devices, or little memory", "", _FLAG
                 ),
+            ),
+        ),
+        (
+            "config",
+            "Show a configuration key by key: value, where it comes from, what it sets.",
+            (
+                Argument(
+                    ("files",),
+                    "files to look at; the running cluster's configuration when not given",
+                    "file",
+                    {"nargs": "*"},
+                ),
+                Argument(
+                    ("--effective",),
+                    "show what it has set in the running cluster, worker by worker",
+                    "",
+                    _FLAG,
+                ),
+            ),
+        ),
+        (
+            "init",
+            "Write a configuration file with every key explained.",
+            (
+                Argument(
+                    ("path",), "where (openclaw_config.yaml)", "file", {"nargs": "?", "default": FILE_NAME}
+                ),
+                Argument(("--force",), "replace a file that is there", "", _FLAG),
             ),
         ),
         ("status", "Show the workers, their devices and what runs on them.", ()),
@@ -474,7 +508,8 @@ CELL = Command(
     (
         Argument(
             ("-s", "--strategy"),
-            f"run the cell's single-device training loop in parallel: {', '.join(STRATEGIES)}",
+            f"run the cell's single-device training loop in parallel: {', '.join(STRATEGIES)}; default for the "
+            "configured one, none for a plain cell where one is configured",
             "strategy",
             {"metavar": "NAME"},
         ),
@@ -629,26 +664,43 @@ class CellOptions:
     """What the first line of a cell asks for.
 
     ``targets`` as written, or None for all ranks; ``verify_steps`` how many are verified before it runs; ``background``
-    the name of the handle when it runs in the background, "" for none.
+    the name of the handle when it runs in the background, "" for none; ``told`` what a person should know of it.
     """
 
     strategy: StrategySpec | None = None
     targets: str | None = None
     verify_steps: int = 0
     background: str | None = None
+    told: str = ""
 
 
-def parse_cell(words: Sequence[str]) -> CellOptions:
+_PLAIN, _CONFIGURED = "none", "default"
+
+
+def parse_cell(
+    words: Sequence[str], defaults: CellDefaults | None = None, *, trains: bool = False
+) -> CellOptions:
     """Turn the words after ``%%openclaw_parallel`` into options.
+
+    Parameters
+    ----------
+    words : sequence of str
+        The words.
+    defaults : CellDefaults, optional
+        What is configured; what the words say wins over it.
+    trains : bool
+        Whether the cell has a training loop: it runs under the configured strategy when it names none.
 
     Raises
     ------
     UsageError
         If an option does not exist, or needs a strategy and none is named.
     """
-    if not words:
+    defaults = defaults or CellDefaults()
+    if not words and not (trains and defaults.strategy):
         return CellOptions()
     given = CELL.parse(words)
+    told = _choose_strategy(given, defaults, trains=trains)
     if given.background and not given.background.isidentifier():
         raise UsageError(f"--background takes a name for the handle, not {given.background!r}.")
     if given.strategy is None:
@@ -660,7 +712,10 @@ def parse_cell(words: Sequence[str]) -> CellOptions:
     if given.checkpoint is None and (given.checkpoint_every or given.keep or given.resume):
         raise UsageError("--checkpoint-every, --keep and --resume need --checkpoint DIR.")
     refuse_others(name, given, [(_attribute(each), each.names[-1]) for each in CELL.arguments])
-    strategy = describe(name, given)
+    strategy = describe(name, given, defaults)
+    targets = given.targets or (
+        ",".join(strategy.devices) if strategy.devices and defaults.strategy else None
+    )
     spec = strategy.spec(
         model=given.model,
         optimizer=given.optimizer,
@@ -669,16 +724,41 @@ def parse_cell(words: Sequence[str]) -> CellOptions:
         reduction=given.reduction or "auto",
         sync_batchnorm=not given.no_sync_batchnorm,
     )
-    return CellOptions(spec, given.targets, given.verify or 0, given.background)
+    defaults.check(spec)
+    return CellOptions(spec, targets, given.verify or 0, given.background, told)
+
+
+def _choose_strategy(given: argparse.Namespace, defaults: CellDefaults, *, trains: bool) -> str:
+    """Put the configured strategy in, where the cell names none and is one for it; return what to tell of that."""
+    if given.strategy == _PLAIN:
+        given.strategy = None
+        return ""
+    if given.strategy == _CONFIGURED:
+        if defaults.strategy is None:
+            raise UsageError(
+                "No strategy is configured: name one, or start with a file that has `strategy: data`."
+            )
+    elif given.strategy is not None or defaults.strategy is None or not (trains or _asks_for_strategy(given)):
+        return ""
+    given.strategy = defaults.strategy
+    return f"Runs under {defaults.strategy} ({defaults.where}); -s none runs it as a plain cell."
+
+
+def _asks_for_strategy(given: argparse.Namespace) -> bool:
+    return any(True for _ in _of_strategies(given))
+
+
+def _of_strategies(given: argparse.Namespace) -> Iterator[str]:
+    """Yield the options that were given and need a strategy."""
+    for argument in CELL.arguments:
+        is_given = getattr(given, _attribute(argument)) not in (None, False)
+        if is_given and argument.names[-1] not in (*_OF_ANY_CELL, "--strategy"):
+            yield argument.names[-1]
 
 
 def _refuse_without_strategy(given: argparse.Namespace) -> None:
-    for argument in CELL.arguments:
-        is_given = getattr(given, _attribute(argument)) not in (None, False)
-        if is_given and argument.names[-1] not in _OF_ANY_CELL:
-            raise UsageError(
-                f"{argument.names[-1]} needs a strategy: add --strategy {next(iter(STRATEGIES))}."
-            )
+    for option in _of_strategies(given):
+        raise UsageError(f"{option} needs a strategy: add --strategy {next(iter(STRATEGIES))}.")
 
 
 def _check_identifier(option: str, name: str | None) -> None:

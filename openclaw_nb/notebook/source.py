@@ -54,6 +54,28 @@ def checked(shell: Any, line: str, cell: str) -> str:
     return source
 
 
+def trains(shell: Any, cell: str) -> bool:
+    """Return whether a cell calls some ``.backward()`` itself, not in a function that it only defines."""
+    try:
+        with auto_of(shell).paused():
+            tree = ast.parse(shell.transform_cell(cell))
+    except (SyntaxError, ValueError, RecursionError):
+        return False
+    waiting: list[ast.AST] = [tree]
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Lambda):
+            continue
+        if (
+            isinstance(node, ast.Call)
+            and isinstance(node.func, ast.Attribute)
+            and node.func.attr == "backward"
+        ):
+            return True
+        waiting.extend(ast.iter_child_nodes(node))
+    return False
+
+
 def _compiles(source: str, name: str) -> bool:
     try:
         _compile(source, name)

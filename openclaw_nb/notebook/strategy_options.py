@@ -9,8 +9,8 @@ import argparse
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+from openclaw_nb.config.cells import CellDefaults
 from openclaw_nb.core.errors import UsageError
-from openclaw_nb.strategies import STRATEGIES
 from openclaw_nb.strategies.precision import Precision
 from openclaw_nb.strategies.tensor_parallel import parse_plan
 
@@ -73,8 +73,8 @@ def refuse_others(name: str, given: argparse.Namespace, flags: Iterable[tuple[st
             )
 
 
-def describe(name: str, given: argparse.Namespace) -> Any:
-    """Return the strategy's description that a cell's options make.
+def describe(name: str, given: argparse.Namespace, defaults: CellDefaults | None = None) -> Any:
+    """Return the strategy's description that a cell's options make, and what is configured beside them.
 
     Raises
     ------
@@ -86,7 +86,7 @@ def describe(name: str, given: argparse.Namespace) -> Any:
         if _is_given(given, option) and option not in (*_OF_CELLS, *_TOGETHER):
             value = getattr(given, option)
             described |= _READ[option](value) if option in _READ else {option: value}
-    return STRATEGIES[name](**described)
+    return (defaults or CellDefaults()).describe(name, described)
 
 
 def _is_given(given: argparse.Namespace, option: str) -> bool:

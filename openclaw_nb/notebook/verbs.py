@@ -11,7 +11,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from openclaw_nb.core.errors import UsageError
+from openclaw_nb.config.cells import CellDefaults
+from openclaw_nb.config.effects import effects_table
+from openclaw_nb.config.template import write_template
+from openclaw_nb.core.errors import NotStartedError, UsageError
 from openclaw_nb.core.text import parse_size
 from openclaw_nb.notebook import transfer
 from openclaw_nb.notebook.cellrun import CellRequest, places_of
@@ -20,7 +23,7 @@ from openclaw_nb.notebook.resilience import PlantedFault
 from openclaw_nb.notebook.tables import Message, Table, cluster_table, device_table, status_table
 from openclaw_nb.notebook.targets import resolve_targets
 from openclaw_nb.session import OpenClawCluster, Session
-from openclaw_nb.strategies import STRATEGIES, canonical_strategy
+from openclaw_nb.strategies import canonical_strategy
 
 if TYPE_CHECKING:
     from openclaw_nb.cluster.master import MasterNode
@@ -61,9 +64,30 @@ def _start(context: Context, options: argparse.Namespace) -> OpenClawCluster:
         oversubscribe=options.oversubscribe,
         lease_seconds=options.lease or 0.0,
         spares=options.spares,
+        config_path=options.config,
     )
     with context.bar("Starting the cluster") as bar:
         return cluster.start(bar)
+
+
+def _config(context: Context, options: argparse.Namespace) -> Table:
+    cluster = context.session.cluster
+    if options.files or cluster is None or not options.effective:
+        if options.files:
+            return OpenClawCluster(config_path=options.files).effective_configuration()
+        if cluster is None and options.effective:
+            raise NotStartedError(
+                "No cluster is running whose configuration took effect. %openclaw config FILE says what a file would "
+                "set; start a cluster with it: %openclaw start --config FILE"
+            )
+        shown = cluster or OpenClawCluster()
+        return effects_table(shown.configuration, None, runs=cluster is not None)
+    return cluster.effective_configuration()
+
+
+def _init(context: Context, options: argparse.Namespace) -> Message:
+    path = write_template(options.path, overwrite=options.force)
+    return Message(f"Written: {path}. %openclaw start --config {path} starts a cluster with it.")
 
 
 def _status(context: Context, options: argparse.Namespace) -> Table:
@@ -97,8 +121,13 @@ def _verify(context: Context, options: argparse.Namespace) -> Certificate:
     if options.strategy is not None:
         name = canonical_strategy(options.strategy)
         if request.strategy is None or request.strategy.name != name:
-            request = replace(request, strategy=STRATEGIES[name]().spec())
+            request = replace(request, strategy=_defaults(context).describe(name, {}).spec())
     return verify(context.session.master, request, options.steps, context.shell.user_ns)
+
+
+def _defaults(context: Context) -> CellDefaults:
+    cluster = context.session.cluster
+    return CellDefaults() if cluster is None else cluster.cell_defaults
 
 
 def _plan(context: Context, options: argparse.Namespace) -> Plan:
@@ -292,6 +321,8 @@ def _reset(context: Context, options: argparse.Namespace) -> Message:
 
 HANDLERS: dict[str, Callable[[Context, argparse.Namespace], Any]] = {
     "start": _start,
+    "config": _config,
+    "init": _init,
     "status": _status,
     "devices": _devices,
     "panel": _panel,

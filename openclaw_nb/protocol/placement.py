@@ -7,3 +7,6 @@ BY_RANK = "OPENCLAW_BY_RANK"
 
 LOG = "OPENCLAW_LOG"
 """The file that a worker's own output goes to."""
+
+SETTINGS = "OPENCLAW_WORKER_SETTINGS"
+"""JSON of what a configuration sets in the worker's own code: ``log_level``, ``socket_buffer_size``."""

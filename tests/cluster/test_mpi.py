@@ -330,7 +330,9 @@ def test_what_a_person_sees_from_start_to_a_death_and_on() -> None:
         notebook.run("%load_ext openclaw_nb")
         refused = notebook.run("%openclaw start -n 2 --communication mpi")
         assert "--backend mpi --communication mpi" in refused.error
-        assert "Allowed: local, mpi" in notebook.run("%openclaw start -n 2 --backend slurm").error
+        assert (
+            "Allowed: cuda, local, mpi, thread" in notebook.run("%openclaw start -n 2 --backend slurm").error
+        )
         started = notebook.run("%openclaw start -n 2 --backend mpi --communication mpi --oversubscribe")
         assert started.error == ""
         assert "sums by MPI, dist.* by gloo, group 1, backend mpi" in notebook.run("%openclaw status").text

@@ -57,3 +57,21 @@ def test_what_is_not_understood(arguments: list[str], capsys: pytest.CaptureFixt
 def test_no_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main([]) == 2
     assert "list-devices" in capsys.readouterr().err
+
+
+def test_a_configuration_is_written_checked_and_shown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["init"]) == 0
+    assert cli.main(["init"]) == 2
+    assert "openclaw_config.yaml is there already" in capsys.readouterr().err
+    assert cli.main(["config"]) == 0
+    assert "parallel.timeout" in capsys.readouterr().out
+    assert cli.main(["config", "--json", "openclaw_config.yaml"]) == 0
+    effects = {each["key"]: each for each in json.loads(capsys.readouterr().out)}
+    assert effects["parallel.timeout"]["value"] == 30.0
+    Path("wrong.yaml").write_text("parallel: {wrokers: 2}")
+    assert cli.main(["config", "wrong.yaml"]) == 2
+    assert "wrong.yaml, line 1, parallel.wrokers: there is no such key" in capsys.readouterr().err
+    assert cli.main(["config", "--effective"]) == 2

@@ -19,6 +19,8 @@ from typing import Any
 
 import torch.distributed as dist
 
+from openclaw_nb.engine import settings
+
 NUM_THREADS = 2
 
 
@@ -45,6 +47,18 @@ def create(
     options._threads = NUM_THREADS
     options._timeout = timeout
     return dist.ProcessGroupGloo(store, rank, size, options)
+
+
+def size_buffers(address: str) -> tuple[int, int] | None:
+    """Give the group's sockets the buffers that are configured; see `openclaw_nb.engine.settings.size_buffers`."""
+    if "socket_buffer_size" not in settings.told(os.environ):
+        return None
+    sockets = list(_sockets_at(address))
+    try:
+        return settings.size_buffers(sockets, os.environ)
+    finally:
+        for each in sockets:
+            each.close()
 
 
 class Scissors:

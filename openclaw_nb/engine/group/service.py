@@ -83,6 +83,7 @@ class GroupService:
         self._groups: list[ReleasableGroup] = []
         self._scissors: list[gloo.Scissors] = []
         self._serial = 0
+        self.socket_buffers: tuple[int, int] | None = None
         self._stop = threading.Event()
         self._cause = ""
         self._forming: FormGroup | None = None
@@ -298,6 +299,7 @@ class GroupService:
         address = self._apart(lambda: _agree_on_address(store, rank, own))
         self._scissors.append(gloo.Scissors(address))
         witness = self._apart(lambda: gloo.create(store, rank, size, _BACKEND_LIMIT, address))
+        self.socket_buffers = gloo.size_buffers(address) or self.socket_buffers
         inner: Any = witness
         if backend == "nccl":
             place = dist.PrefixStore("nccl", store)

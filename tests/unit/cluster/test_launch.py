@@ -17,7 +17,7 @@ from openclaw_nb.session import OpenClawCluster
 
 @pytest.mark.parametrize("backend", ["slurm", "", "MPI"])
 def test_an_unknown_backend_is_told_with_those_there_are(backend: str) -> None:
-    with pytest.raises(UnknownNameError, match=r"There is no backend .* Allowed: local, mpi\."):
+    with pytest.raises(UnknownNameError, match=r"There is no backend .* Allowed: cuda, local, mpi, thread\."):
         MasterNode(backend=backend)
 
 

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 from IPython.core.interactiveshell import InteractiveShell
 
-from openclaw_nb.notebook.source import CellSyntaxError, at_its_lines, checked
+from openclaw_nb.notebook.source import CellSyntaxError, at_its_lines, checked, trains
 
 
 @pytest.fixture(scope="module")
@@ -45,3 +45,18 @@ def test_a_syntax_error_is_shown_at_its_line(shell: InteractiveShell, code: str)
         checked(shell, "", code)
     text = "\n".join(vars(caught.value)["_render_traceback_"]())
     assert code.split("\n")[1].strip() in text
+
+
+@pytest.mark.parametrize(
+    ("cell", "is_one"),
+    [
+        ("for x in loader:\n    model(x).sum().backward()", True),
+        ("%time loss.backward()\nif True:\n    scaler.scale(loss).backward()", True),
+        ("def train():\n    loss.backward()", False),
+        ("class Trainer:\n    def fit(self):\n        self.loss.backward()", False),
+        ("backward = 1\nmodel.backward", False),
+        ("for x in", False),
+    ],
+)
+def test_which_cells_train(shell: InteractiveShell, cell: str, is_one: bool) -> None:
+    assert trains(shell, cell) is is_one
