@@ -133,17 +133,9 @@ class Agent:
         self._settle_in(command)
         if command.world_size:
             self._service.form(command)
-            self._settle()
         self._introduce()
         self._bytes_at_start = self._bytes_at_start or psutil.Process().memory_info().rss
         return Done(value={"backend": self._service.transport, "pid": os.getpid()})
-
-    def _settle(self) -> None:
-        """Exchange what an earlier cell of this group's ranks has trained and not shared."""
-        from openclaw_nb.engine.parallel.registry import ranks_of
-        from openclaw_nb.engine.stages.shared import settle
-
-        settle(ranks_of(self._service))
 
     @property
     def _service(self) -> GroupService:
