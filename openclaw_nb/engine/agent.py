@@ -150,7 +150,6 @@ class Agent:
         self._settle_in(command)
         if command.world_size:
             self._service.form(command)
-            self._settle()
         self._introduce()
         self._bytes_at_start = self._bytes_at_start or psutil.Process().memory_info().rss
         service = self._service
@@ -158,13 +157,6 @@ class Agent:
             "group %d: rank %d of %d, %s", service.epoch, service.rank, service.world_size, service.transport
         )
         return Done(value={"backend": service.transport, "pid": os.getpid()})
-
-    def _settle(self) -> None:
-        """Exchange what an earlier cell of this group's ranks has trained and not shared."""
-        from openclaw_nb.engine.parallel.registry import ranks_of
-        from openclaw_nb.engine.stages.shared import settle
-
-        settle(ranks_of(self._service))
 
     @property
     def _service(self) -> GroupService:

@@ -78,7 +78,7 @@ class GroupService:
         self._shortcuts: list[Shortcut] = []
         self._parts: dict[tuple[Parts, str], tuple[ReleasableGroup, Shortcut | None]] = {}
         self._meeting: Wait | None = None
-        self.unfinished: Unfinished | None = None
+        self._unfinished: Unfinished | None = None
         self._store: dist.Store | None = None
         self._groups: list[ReleasableGroup] = []
         self._scissors: list[gloo.Scissors] = []
@@ -135,17 +135,25 @@ class GroupService:
         self.rank, self.world_size = command.rank, command.world_size
         self._finish_what_is_left(store)
 
+    def leave_unfinished(self, what: Unfinished) -> None:
+        """Keep what the ranks of this group are to finish in their next one."""
+        self._unfinished = what.of_epoch(self.epoch)
+
     def _finish_what_is_left(self, store: dist.Store) -> None:
-        """Let the ranks that have left something finish it, if all of them are in this group."""
-        left, self.unfinished = self.unfinished, None
+        """Let the ranks that have left something finish it, if enough of them are in this group."""
+        left = self._unfinished
         words = self._apart(lambda: _tell_all(store, self.rank, self.world_size, left.word() if left else ""))
-        holders = left.holders(words) if left is not None else None
-        if left is None or holders is None:
+        self._unfinished = None
+        if left is None:
+            return
+        holders = left.holders(words)
+        if holders is None:
+            self._unfinished = left if left.waits(words) else None
             return
         try:
-            left.finish(Ranks(*self.divide((tuple(holders),), left.name)))
-        except GroupError:
-            self.unfinished = left
+            left.finish(Ranks(*self.divide((tuple(holders.values()),), left.name)), list(holders))
+        except (GroupError, KeyboardInterrupt):
+            self._unfinished = left
             raise
 
     def leave(self) -> None:

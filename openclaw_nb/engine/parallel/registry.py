@@ -10,7 +10,6 @@ from typing import Any
 from openclaw_nb.core.errors import GroupError, unknown_name
 from openclaw_nb.engine.group.ranks import Ranks
 from openclaw_nb.engine.group.service import GroupService
-from openclaw_nb.engine.group.unfinished import Unfinished
 from openclaw_nb.engine.memory.limits import has_gpu, memory_limited
 from openclaw_nb.engine.parallel.base import CellContext, Strategy
 from openclaw_nb.engine.parallel.data import DataParallel
@@ -122,11 +121,8 @@ def strategy_context(
     gate = Gate(ranks, continuity, namespace, hidden, notes) if hidden is not None else None
     loops = gate.loops if gate is not None else Loops()
 
-    def leave_unfinished(what: Unfinished) -> None:
-        group.unfinished = what
-
     context = CellContext(
-        ranks, spec, source, namespace, publisher, notes, continuity, loops, gate, leave_unfinished
+        ranks, spec, source, namespace, publisher, notes, continuity, loops, gate, group.leave_unfinished
     )
     strategy = strategy_class(context)
     limits = ExitStack()

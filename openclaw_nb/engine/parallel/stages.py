@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Mapping
 
 from torch import nn
 
 from openclaw_nb.core.errors import RefusedError, unknown_name
+from openclaw_nb.engine.group.unfinished import Unfinished
 from openclaw_nb.engine.objects.find import find_objects
 from openclaw_nb.engine.parallel.base import CellContext, Strategy
 from openclaw_nb.engine.stages import shared
@@ -38,7 +40,6 @@ class ModelParallel(Strategy):
         super().__init__(context)
         self._engine: StageEngine | None = None
         self._splitter: LoaderSplitter | None = None
-        self._key = ""
         self._is_finished = False
 
     @property
@@ -61,7 +62,6 @@ class ModelParallel(Strategy):
         layout = self._lay_out(objects.model)
         self.check(layout)
         context.notes.extend(make_common(context.ranks, objects))
-        self._key = shared.agree_on_key(context.ranks)
         engine = StageEngine(context.ranks, objects, layout, self.num_microbatches, context.publisher)
         self._engine = engine
         self._splitter = LoaderSplitter(
@@ -119,15 +119,21 @@ class ModelParallel(Strategy):
             self._is_finished = True
 
     def exit(self) -> None:
-        """Take everything off again; what could not be shared is owed."""
+        """Take everything off again; what could not be shared is left for the next group."""
         engine = self._engine
         if engine is None:
             return
         self._remove()
         engine.close()
         if not self._is_finished and self.context.ranks.size > 1 and not self.context.publisher.is_trial:
-            shared.owe(self._key, engine.holdings)
-            self.context.notes.append(_ENDED_EARLY)
+            self._leave(engine)
+
+    def _leave(self, engine: StageEngine) -> None:
+        ranks = self.context.ranks
+        finish = functools.partial(shared.share, engine.holdings)
+        what = Unfinished("sharing layers", ranks.rank, ranks.size, finish, needs_all=False)
+        self.context.leave_unfinished(what)
+        self.context.notes.append(_ENDED_EARLY)
 
     def _remove(self) -> None:
         if self._splitter is not None:

@@ -15,7 +15,7 @@ are what they were when they were shared out. So a rank that raises waits for no
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -338,7 +338,7 @@ class TensorParallel(Strategy):
     def _leave(self, shards: Shards) -> None:
         parts = shards.set_aside()
 
-        def finish(ranks: Ranks) -> None:
+        def finish(ranks: Ranks, _: Sequence[int]) -> None:
             parts.put(TensorAxis(ranks))
 
         what = Unfinished(self._last.group.label, self._last.rank, self._last.size, finish)

@@ -151,7 +151,7 @@ class StageEngine:
 
     def share(self) -> None:
         """Give every rank the trained values of all layers; called on all ranks, when the engine was removed."""
-        shared.share(self.holdings, self._ranks)
+        shared.share(self.holdings, self._ranks, range(self._ranks.size))
 
     # ----------------------------------------------------------------------- what loaders ask
 

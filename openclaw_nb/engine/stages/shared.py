@@ -1,16 +1,14 @@
 """What several ranks have of a model's stages: gradients of tied parameters, and all values at the end of a cell.
 
-When a cell ends early its group is gone, and each rank has trained its own layers only. `Owed` remembers that; the
-parts are exchanged as soon as the ranks are in a group again, before anything else runs there.
+When a cell ends early its group is gone, and each rank has trained its own layers only. Values are then given to all as
+soon as ranks of the cell are in a group again (`group.unfinished`), those of ranks that are not there excepted.
 
 Knows holdings and ranks; does not know the forward pass.
 """
 
 from __future__ import annotations
 
-import secrets
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -77,20 +75,30 @@ def _tied(holdings: Holdings) -> list[int]:
 # ----------------------------------------------------------------------------------- all values, for all
 
 
-def share(holdings: Holdings, ranks: Ranks) -> None:
-    """Give every rank all values: parameters, buffers, gradients, and what optimizers keep."""
+def share(holdings: Holdings, ranks: Ranks, owners: Sequence[int]) -> None:
+    """Give every rank the values that these have: parameters, buffers, gradients, and what optimizers keep.
+
+    Parameters
+    ----------
+    holdings : Holdings
+        The model's tensors.
+    ranks : Ranks
+        All of them call this.
+    owners : sequence of int
+        By rank, the number under which it has its layers. What only others have stays as it is.
+    """
     for source in range(ranks.size):
-        pieces = _pieces(holdings, source) if source == ranks.rank else iter(())
+        pieces = _pieces(holdings, owners) if source == ranks.rank else iter(())
         while (piece := ranks.broadcast(next(pieces, None), source)) is not None:
             if source != ranks.rank:
-                _take(holdings, source, piece)
+                _take(holdings, piece)
 
 
-def _pieces(holdings: Holdings, rank: int) -> Iterator[list[tuple[str, int, Any]]]:
-    """Give what a rank has, in pieces of limited size."""
+def _pieces(holdings: Holdings, owners: Sequence[int]) -> Iterator[list[tuple[str, int, Any]]]:
+    """Give what is this rank's to give, in pieces of limited size."""
     piece: list[tuple[str, int, Any]] = []
     size = 0
-    for kind, at, value in _entries(holdings, rank):
+    for kind, at, value in _entries(holdings, owners):
         piece.append((kind, at, value))
         size += value.nbytes if isinstance(value, Tensor) else 0
         if size > _PIECE_BYTES:
@@ -100,9 +108,10 @@ def _pieces(holdings: Holdings, rank: int) -> Iterator[list[tuple[str, int, Any]
         yield piece
 
 
-def _entries(holdings: Holdings, rank: int) -> Iterator[tuple[str, int, Any]]:
+def _entries(holdings: Holdings, owners: Sequence[int]) -> Iterator[tuple[str, int, Any]]:
     for at, tensor in enumerate(holdings.tensors):
-        if holdings.homes[at].owners[0] != rank:
+        giver = next((owner for owner in holdings.homes[at].owners if owner in owners), None)
+        if giver != holdings.rank:
             continue
         yield "value", at, holdings.value(at).detach().cpu()
         if at < len(holdings.parameters):
@@ -113,7 +122,7 @@ def _entries(holdings: Holdings, rank: int) -> Iterator[tuple[str, int, Any]]:
                     yield f"state {number}", at, _map_state(optimizer.state[tensor], torch.device("cpu"))
 
 
-def _take(holdings: Holdings, source: int, piece: list[tuple[str, int, Any]]) -> None:
+def _take(holdings: Holdings, piece: list[tuple[str, int, Any]]) -> None:
     for kind, at, value in piece:
         tensor, is_own = holdings.tensors[at], holdings.rank in holdings.homes[at].owners
         if is_own:
@@ -151,54 +160,3 @@ def gather_states(
         given = {number: state for number, state in own.items() if number in mine}
         states |= ranks.broadcast(given if source == ranks.rank else None, source)
     return {number: own.get(number, states[number]) for number in sorted(states)}
-
-
-# --------------------------------------------------------------------------------- after an early end
-
-
-@dataclass(frozen=True)
-class Owed:
-    """Layers that this rank has trained and others have not got, and those that it has not got.
-
-    ``key`` is the same on all ranks of the cell.
-    """
-
-    key: str
-    holdings: Holdings
-
-
-_owed: list[Owed] = []
-
-
-def agree_on_key(ranks: Ranks) -> str:
-    """Return a name for a cell that all its ranks know."""
-    return str(ranks.broadcast(secrets.token_hex(8)))
-
-
-def owe(key: str, holdings: Holdings) -> None:
-    """Take note that a cell has ended before its layers were shared."""
-    _owed.append(Owed(key, holdings))
-
-
-def settle(ranks: Ranks) -> None:
-    """Exchange what is owed among the ranks of a new group; every rank calls this, also those that owe nothing.
-
-    Layers of a rank that is not there stay as they are.
-    """
-    if ranks.size == 1 or not bool(ranks.gather(_counted()).any()):
-        return
-    told = [(owed.key, owed.holdings.rank) for owed in _owed]
-    rows = [ranks.broadcast(told if source == ranks.rank else None, source) for source in range(ranks.size)]
-    for key in sorted({key for row in rows for key, _ in row}):
-        own = next((owed.holdings for owed in _owed if owed.key == key), None)
-        present = {former: rank for rank, row in enumerate(rows) for each, former in row if each == key}
-        for former, source in sorted(present.items()):
-            pieces = _pieces(own, former) if own is not None and source == ranks.rank else iter(())
-            while (piece := ranks.broadcast(next(pieces, None), source)) is not None:
-                if own is not None and source != ranks.rank:
-                    _take(own, former, piece)
-    _owed.clear()
-
-
-def _counted() -> Tensor:
-    return torch.tensor([len(_owed)])

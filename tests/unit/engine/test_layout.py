@@ -7,7 +7,6 @@ import itertools
 import pytest
 import torch
 
-from openclaw_nb.engine.group.unfinished import Unfinished
 from openclaw_nb.engine.tensor.layout import Layout, share_out, view
 
 
@@ -72,10 +71,3 @@ def test_units_stay_together_and_nobody_gets_nothing() -> None:
         assert all(low % 4 == 0 and high > low for low, high in layout.bounds)
     assert share_out(0, 10, 2, unit=4) is None
     assert share_out(0, 10, 2, blocks=3) is None
-
-
-def test_what_is_left_is_finished_by_those_who_have_it() -> None:
-    left = Unfinished("parts", 1, 2, lambda _: None)
-    assert left.holders(["", "parts:1", "parts:0"]) == [2, 1]
-    assert left.holders(["parts:1", "", ""]) is None
-    assert left.holders(["other:0", "parts:1", ""]) is None
