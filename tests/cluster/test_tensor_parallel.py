@@ -147,6 +147,15 @@ def test_hybrid_equals_a_single_device(lab: Lab) -> None:
     assert "rank 2: data 1, pipeline 0, tensor 0" in notes
 
 
+def test_hybrid_without_a_tensor_axis_needs_no_plan(lab: Lab) -> None:
+    """A model of one layer cannot be shared out, and need not be."""
+    setup = SETUP.replace(
+        "optimizer = ", "model = nn.Linear(model[0].in_features, model[-1].out_features)\noptimizer = "
+    )
+    assert setup != SETUP
+    check(lab, setup, LOOP, 2, spec("hybrid_parallel", data_parallel_degree=2, tensor_parallel_degree=1))
+
+
 def test_one_model_under_one_strategy_after_the_other(lab: Lab) -> None:
     """The momentum goes along; a `loss` of each cell still holds the graph with its parameters."""
     loop = LOOP.replace("range(2)", "range(1)")

@@ -244,7 +244,7 @@ class TensorParallel(Strategy):
 
     def _before_call(self, model: nn.Module, args: Any, kwargs: Any) -> None:
         self._axis.is_open = False  # a step that raised has left it
-        if id(model) not in self._plans:
+        if id(model) not in self._plans and self._axis.size > 1:
             self._plan(model, args, kwargs)
 
     def _plan(self, model: nn.Module, args: Any, kwargs: Any) -> None:
