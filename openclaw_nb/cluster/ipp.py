@@ -259,9 +259,9 @@ class Door:
         if notice["event"] == "register":
             self._on_joined(number)
         else:
+            self._on_died(number)
             # ipyparallel does so for what it has noted by now, and never on the control channel.
             self._fail_pending(f"Worker {number} died before it answered.", number)
-            self._on_died(number)
 
     def close(self) -> None:
         """Close the connections; the processes go on."""

@@ -523,7 +523,9 @@ class Agent:
             time.sleep(_BEAT_SECONDS)
             running = self._running
             if running is not None and running is before:
-                self.outbox.publish(self._whereabouts(running))
+                # The memory may have run out, for one. Without beats nobody would know that this rank waits.
+                with contextlib.suppress(Exception):
+                    self.outbox.publish(self._whereabouts(running))
             before = running
 
     def _whereabouts(self, command: RunCell) -> Whereabouts:

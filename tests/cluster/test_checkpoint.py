@@ -208,7 +208,7 @@ def test_a_cell_goes_on_in_its_midst_with_other_workers(
     assert any(failure.error_type == "KeyError" for failure in broken.failures.values())
     newest = max(step.name for step in tmp_path.glob("step-????????"))
     if "late, as the one before was still being written" in "\n".join(broken.notes):  # a slow disk
-        assert newest in ("step-00000005", "step-00000007")
+        assert newest in ("step-00000005", "step-00000006", "step-00000007")
     else:
         assert newest == "step-00000006"
     # Everything is built anew, as in a new kernel; what the cell had bound is gone.

@@ -203,6 +203,21 @@ def test_a_rank_that_leaves_early_or_does_not_take_part(lab: Lab) -> None:
     lab.good("dist.barrier()")
 
 
+def test_a_rank_is_seen_to_wait_after_a_beat_that_failed(lab: Lab) -> None:
+    """As when the memory has run out for a moment."""
+    lab.good("""
+import time
+from openclaw_nb.engine.outbox import Outbox
+def fail(*_):
+    raise MemoryError
+publish, Outbox.publish = Outbox.publish, fail
+time.sleep(1.3)
+Outbox.publish = publish
+""")
+    result = lab.run("if rank != 2: dist.barrier()")
+    assert "rank 2 has finished the cell" in result.cause
+
+
 def test_ranks_that_wait_for_each_other(lab: Lab) -> None:
     result = lab.run("import torch\ndist.recv(torch.ones(1), (1 if rank < 2 else 5) - rank)")
     assert "wait for each other" in result.cause
