@@ -182,8 +182,16 @@ class Notebook:
         before = self.path.stat().st_mtime_ns
         self.page.keyboard.press("Escape")
         self.page.keyboard.press("Control+s")
-        wait_until(lambda: self.path.stat().st_mtime_ns != before, 20)
+        # The server empties the file before it writes it.
+        wait_until(lambda: self.path.stat().st_mtime_ns != before and self._is_whole(), 20)
         return nbformat.read(self.path, as_version=4)
+
+    def _is_whole(self) -> bool:
+        try:
+            json.loads(self.path.read_text())
+        except ValueError:
+            return False
+        return True
 
 
 def wait_until(condition: Callable[[], bool], seconds: float) -> float:
