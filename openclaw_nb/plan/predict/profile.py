@@ -145,8 +145,9 @@ class Profile:
         low, high = self.alone[small], self.step
 
         def at(few: float, many: float) -> float:
-            slope = max((many - few) / (self.batch_size - small), 0.0)
-            return max(many - slope * self.batch_size, 0.0) + slope * num_samples
+            # Neither part is negative, however the two were measured; of the whole batch it is what was measured.
+            slope = min(max((many - few) / (self.batch_size - small), 0.0), many / self.batch_size)
+            return many - slope * (self.batch_size - num_samples)
 
         return Timing(at(low.data, high.data), at(low.model, high.model), high.update)
 

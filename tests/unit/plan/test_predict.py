@@ -89,6 +89,14 @@ def test_a_single_device_is_what_was_measured() -> None:
     assert (found.efficiency, found.bubble) == (1.0, 0.0)
 
 
+@pytest.mark.parametrize("small", [0.001, 0.2, 0.9])
+def test_a_single_device_is_that_however_a_smaller_batch_was_measured(small: float) -> None:
+    profile = a_profile(alone={8: STEP, 4: Timing(small, small, 0.04)})
+    assert predict(profile, Choice("single device")).step_seconds == pytest.approx(0.45)
+    assert 0 <= profile.alone_with(1).model <= 0.4
+    assert profile.alone_with(2).model >= 0.4 * 2 / 8 - 1e-12
+
+
 def test_data_parallel_shares_the_batch_and_sums_the_gradients() -> None:
     found = predict(a_profile(num_cores=4), Choice("data_parallel", data=4))
     assert found.compute_seconds == pytest.approx(0.41 / 4 + 0.04)
