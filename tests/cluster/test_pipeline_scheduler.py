@@ -312,3 +312,38 @@ def test_steps_hand_on_two_results_of_one_graph(lab: Any) -> None:
     assert pipeline.run(items) == pytest.approx(expected, rel=1e-6)
     for mine, theirs in zip(trained.parameters(), model.parameters(), strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-6, atol=1e-7)
+
+
+def test_a_rank_without_a_step_has_what_was_trained(lab: Any) -> None:
+    """Two steps on four workers, in a cell."""
+    source = """
+import torch
+from torch import nn
+torch.manual_seed(2)
+model = nn.Linear(3, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+items = [torch.randn(5, 3, generator=torch.Generator().manual_seed(n)) for n in range(4)]
+def forward(x):
+    optimizer.zero_grad()
+    return model(x).square().mean()
+def backward(loss):
+    loss.backward()
+    optimizer.step()
+    return loss.item()
+"""
+    plain: dict[str, Any] = {"__name__": "__main__"}
+    exec(source + "losses = [backward(forward(x)) for x in items]", plain)
+    lab.good(
+        "from openclaw_nb import PipelineScheduler\n"
+        + source
+        + "pipeline = PipelineScheduler(['forward', 'backward']).bind(forward=forward, backward=backward)\n"
+        "losses = pipeline.run(items)\n"
+        "seen = losses, len(pipeline.timeline()), pipeline.bubble.theoretical\n"
+        "weight, momentum = model.weight.detach(), optimizer.state[model.weight]['momentum_buffer']"
+    )
+    for rank in (1, 3):
+        assert lab.pull("seen", rank) == lab.pull("seen", 0)
+        assert lab.pull("seen", rank)[0] == pytest.approx(plain["losses"], rel=1e-6)
+        torch.testing.assert_close(lab.pull("weight", rank), plain["model"].weight.detach())
+        momentum = plain["optimizer"].state[plain["model"].weight]["momentum_buffer"]
+        torch.testing.assert_close(lab.pull("momentum", rank), momentum)
