@@ -246,9 +246,10 @@ def test_what_is_set_in_the_script_holds_on_the_workers(lab: Any) -> None:
         step: Any, model: nn.Module, optimizer: torch.optim.Optimizer, loss_fn: Weighted
     ) -> list[float]:
         losses = []
+        schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
         for number, (x, y) in enumerate(namespace["build"]()[2]):
             losses.append(step(x, y, loss_fn))
-            optimizer.param_groups[0]["lr"] *= 0.5
+            schedule.step()
             loss_fn.weight = 2.0 + number
             if number == 1:
                 model.get_submodule("1").requires_grad_(requires_grad=False)

@@ -127,6 +127,8 @@ class Original:
     def train(self) -> None:
         """Take note that the copies are trained from here on."""
         self._is_behind = True
+        if self._optimizer is not None:  # else torch's schedulers warn that no step was made before theirs
+            self._optimizer._opt_called = True  # type: ignore[attr-defined]
 
     def take(self, values: Mapping[str, Any], state: Mapping[str, Any] | None) -> None:
         """Have what the copies have trained.
