@@ -8,9 +8,12 @@ The work is done by `engine.scheduler`, the schedules are `plan.schedule`'s. Imp
 
 from __future__ import annotations
 
+import copy
 import os
+import secrets
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -31,6 +34,7 @@ from openclaw_nb.plan.steps import ideal_times, idle_share
 
 if TYPE_CHECKING:
     from openclaw_nb.cluster.master import MasterNode
+    from openclaw_nb.engine.scheduler.original import Changes, Original
     from openclaw_nb.engine.scheduler.steps import StepPipeline
     from openclaw_nb.engine.scheduler.training import TrainingPipeline
     from openclaw_nb.notebook.timeline import Timeline
@@ -40,7 +44,9 @@ if TYPE_CHECKING:
 Times = list[list[tuple[Any, ...]]]
 
 _NAME = "_openclaw_pipeline"
+_PUSHED = ("batch", "loss", "changes", "items", "states", "value", "model", "optimizer")
 _EQUAL = Costs()
+_gone: set[str] = set()  # names of pipelines that are no more, and whose copies the workers may still have
 
 
 @dataclass(frozen=True)
@@ -125,6 +131,10 @@ class PipelineScheduler:
         self._body: TrainingPipeline | None = None
         self._remote: _Remote | None = None
         self._times: Times | None = None
+        self._original: Original | None = None
+        self._lanes_only = False
+        self._name = f"{_NAME}_{secrets.token_hex(4)}"  # on the workers; another pipeline's copy is another's
+        weakref.finalize(self, _gone.add, self._name)
 
     def __repr__(self) -> str:
         model = "steps" if self._functions else type(self._model).__name__
@@ -137,6 +147,7 @@ class PipelineScheduler:
             **self.__dict__,
             "_cluster": None,
             "_remote": None,
+            "_original": None,
             "_body": None,
             "_steps": None,
             "_times": None,
@@ -209,16 +220,17 @@ class PipelineScheduler:
     def _forget(self) -> None:
         self._model, self._optimizer, self._functions, self._steps = None, None, {}, None
         self._lanes, self._ranks, self._body, self._remote, self._times = None, [], None, None, None
+        self._original = None
 
     # ---------------------------------------------------------------------------------------------- steps
 
     def run(
         self, items: Iterable[Any] | None, *, synchronous: bool | None = None, channel_size: int = 2
-    ) -> list[Any] | None:
+    ) -> list[Any]:
         """Let items pass through the bound steps, all of which work at the same time; return the last one's results.
 
         The functions' models and optimizers are trained afterwards, here as well. In a cell on workers every rank calls
-        it, and the first stage's items count.
+        it, also those without a stage, and the first stage's items count.
 
         Parameters
         ----------
@@ -231,8 +243,8 @@ class PipelineScheduler:
 
         Returns
         -------
-        list or None
-            None on a rank that has no stage.
+        list
+            On every rank.
         """
         if not self._functions:
             raise UsageError(
@@ -248,15 +260,14 @@ class PipelineScheduler:
         from openclaw_nb.engine.scheduler.shared import Shared
 
         shared, remote = Shared(self._functions), self._reach()
-        # What can be gone through again travels as it is, so that a loader loads there.
-        sent = items if hasattr(items, "__len__") and iter(items) is not items else list(items or ())  # type: ignore[arg-type]
-        remote.push({f"{_NAME}_items": sent, f"{_NAME}_states": shared.states()}, [self._ranks[0]])
+        remote.push({"items": _to_send(items), "states": shared.states()}, [self._ranks[0]])
+        name = self._name
         options = f"synchronous={self._synchronous}, channel_size={channel_size}"
-        source = f"if {_NAME}_states is not None: {_NAME}._steps_here().shared.load({_NAME}_states)"
-        results: list[Any] = remote.call(f"run({_NAME}_items, {options})", before=source)
-        remote.run(f"{_NAME}_states = {_NAME}._steps_here().shared.states()")
-        shared.load(remote.master.pull([f"{_NAME}_states"], self._ranks[0])[f"{_NAME}_states"])
-        remote.push({f"{_NAME}_items": None, f"{_NAME}_states": None})
+        source = f"if {name}_states is not None: {name}._steps_here().shared.load({name}_states)"
+        results: list[Any] = remote.call(f"run({name}_items, {options})", before=source)
+        remote.run(f"{name}_states = {name}._steps_here().shared.states()")
+        shared.load(remote.pull(["states"])[0])
+        remote.push({"items": None, "states": None})
         return results
 
     def _steps_here(self) -> StepPipeline:
@@ -269,17 +280,22 @@ class PipelineScheduler:
                 self._place(devices_of_ranks(group))
             assert self._lanes is not None
             times = self._steps.times if self._steps is not None else []
-            self._steps = StepPipeline(self._functions, self._lanes.stages, self._ranks, group)
+            self._steps = StepPipeline(
+                self._functions, self._lanes.stages, self._ranks, group, lanes_only=self._lanes_only
+            )
             self._steps.times = times
         return self._steps
 
     # ----------------------------------------------------------------------------------------- model parts
 
-    def step(self, x: Any, y: Any, loss_fn: Callable[[Any, Any], Any]) -> float | None:
+    def step(self, x: Any, y: Any, loss_fn: Callable[[Any, Any], Any]) -> float:
         """Run one batch forward and back through the stages; return the loss of the whole batch.
 
-        In a cell on workers every rank calls it. The first stage's batch counts. Without a bound optimizer the
-        gradients are in the model's parameters then, on each rank those of its own stages.
+        In a cell on workers every rank calls it, also those without a stage. The first stage's batch counts, and the
+        last one's loss_fn. Without a bound optimizer the gradients are in the model's parameters then, on each rank
+        those of its own stages. From a script, what was set on the bound objects since the last step holds on the
+        workers, too: the optimizer's options, such as a learning rate that a scheduler sets, train() and eval(),
+        requires_grad, and, after `collect`, values.
 
         Parameters
         ----------
@@ -290,13 +306,15 @@ class PipelineScheduler:
 
         Returns
         -------
-        float or None
-            None on a rank that has no stage.
+        float
+            On every rank.
 
         Raises
         ------
         RefusedError
             When the result would differ from that of a single device. No gradient and parameter has changed then.
+        UsageError
+            From a script, when values of the model were set here while the workers have trained on from older ones.
         """
         self._times = None
         if not _on_a_worker():
@@ -305,20 +323,43 @@ class PipelineScheduler:
                     "From a script or a notebook the workers make the update: bind(model, optimizer). In a cell that "
                     "runs on the workers, step leaves gradients to optimizer.step()."
                 )
-            remote = self._reach()
-            remote.push({f"{_NAME}_batch": (x, y)}, [self._ranks[0]])
-            remote.push_once(f"{_NAME}_loss", loss_fn)
-            loss: float = remote.call(f"step(*{_NAME}_batch, {_NAME}_loss)")
-            return loss
+            return self._step_from_here(x, y, loss_fn)
         body = self._here()
         if self._optimizer is not None:
             self._optimizer.zero_grad()
         found = body.step(x, y, loss_fn)
-        if self._optimizer is not None and found is not None:
+        if self._optimizer is not None:
             if self._max_norm is not None:
                 body.clip_grad_norm(self._max_norm)
             self._optimizer.step()
         return found
+
+    def _step_from_here(self, x: Any, y: Any, loss_fn: Callable[[Any, Any], Any]) -> float:
+        remote, name = self._reach(), self._name
+        original = self._original
+        assert original is not None
+        changes = original.changes()
+        remote.push({"batch": (x, y)}, [self._ranks[0]])
+        # Each time: what it reads may be other than before.
+        remote.push({"loss": loss_fn}, [self._ranks[-1]])
+        if changes:
+            remote.push({"changes": changes})
+        before = f"{name}._take_over({name}_changes)" if changes else ""
+        try:
+            loss: float = remote.call(f"step(*{name}_batch, {name}_loss)", before=before)
+        except RefusedError:
+            raise  # nothing was trained
+        except BaseException:
+            original.train()
+            raise
+        if changes:
+            original.note()
+        original.train()
+        return loss
+
+    def _take_over(self, changes: Changes) -> None:
+        """Set on a worker's copy what was set on the original."""
+        changes.apply(self._model, self._optimizer)
 
     def clip_grad_norm_(self, max_norm: float) -> float:
         """In a cell on workers: clip the gradients of all stages by their common norm; return it.
@@ -332,22 +373,22 @@ class PipelineScheduler:
     def collect(self) -> Any:
         """Bring the trained stages together in the model, and the optimizer's state; return the model.
 
-        In a cell on workers every rank calls it, and has the whole model then.
+        In a cell on workers every rank calls it, also those without a stage, and has the whole model then. From a
+        script, options of the optimizer that were set since the last step stay as they were set.
         """
         if _on_a_worker():
             self._here().collect(self._optimizer)
             return self._model
         remote = self._reach()
         remote.call("collect()", keep=False)
-        names = [f"{_NAME}_model", f"{_NAME}_optimizer"]
+        name = self._name
         remote.run(
-            f"{names[0]} = {_NAME}._model.state_dict()\n"
-            f"{names[1]} = {_NAME}._optimizer.state_dict() if {_NAME}._optimizer is not None else None"
+            f"{name}_model = {name}._model.state_dict()\n"
+            f"{name}_optimizer = {name}._optimizer.state_dict() if {name}._optimizer is not None else None"
         )
-        found = remote.master.pull(names, self._ranks[0])
-        self._model.load_state_dict(found[names[0]])
-        if self._optimizer is not None:
-            self._optimizer.load_state_dict(found[names[1]])
+        assert self._original is not None
+        self._original.take(*remote.pull(["model", "optimizer"]))
+        remote.push({"model": None, "optimizer": None})
         return self._model
 
     # ------------------------------------------------------------------------------------------ what is seen
@@ -509,7 +550,7 @@ class PipelineScheduler:
                 self._place(devices_of_ranks(group))
             assert self._lanes is not None
             plan = Plan(self._lanes.stages, self._ranks, self.schedule, self.microbatches)
-            self._body = TrainingPipeline(self._model, plan, group)
+            self._body = TrainingPipeline(self._model, plan, group, lanes_only=self._lanes_only)
         return self._body
 
     def _require_bound(self) -> None:
@@ -523,35 +564,52 @@ class PipelineScheduler:
             master = _master_of(self._cluster)
             if self._lanes is None:
                 self._place([worker.device.id for worker in master.workers if not worker.spare])
-            remote = _Remote(master, self._ranks)
-            empty = {f"{_NAME}_batch": (None, None), f"{_NAME}_items": None, f"{_NAME}_states": None}
-            remote.push({_NAME: self, **empty})
+            remote = _Remote(master, self._ranks, self._name)
+            remote.put(self._copy())
+            if self._model is not None:
+                from openclaw_nb.engine.scheduler.original import Original
+
+                self._original = Original(self._model, self._optimizer)
             self._remote = remote
         return self._remote
 
+    def _copy(self) -> PipelineScheduler:
+        """Return what goes to the workers; only those that have a stage get it."""
+        made = copy.copy(self)
+        made._lanes_only = True
+        return made
+
 
 class _Remote:
-    """The workers that have a copy of the pipeline, under `_NAME`."""
+    """The workers that have a copy of a pipeline; what else they are given has names that begin with its name."""
 
-    def __init__(self, master: MasterNode, ranks: Sequence[int]) -> None:
-        self.master = master
-        self._ranks = list(ranks)
-        self._pushed: dict[str, Any] = {}
+    def __init__(self, master: MasterNode, ranks: Sequence[int], name: str) -> None:
+        self._master, self._ranks, self._name = master, list(ranks), name
+
+    def put(self, pipeline: PipelineScheduler) -> None:
+        """Let the workers have the copy, and forget those of pipelines that are no more."""
+        if old := [each for name in _gone for each in (name, *(f"{name}_{part}" for part in _PUSHED))]:
+            self._master.push(dict.fromkeys(old))
+            _gone.clear()
+        empty = dict.fromkeys(f"{self._name}_{part}" for part in _PUSHED)
+        self._master.push({**empty, self._name: pipeline, f"{self._name}_batch": (None, None)}, self._ranks)
 
     def push(self, values: Mapping[str, Any], ranks: Sequence[int] | None = None) -> None:
         """Copy values to the workers."""
-        self.master.push(values, self._ranks if ranks is None else ranks)
+        named = {f"{self._name}_{part}": value for part, value in values.items()}
+        self._master.push(named, self._ranks if ranks is None else ranks)
 
-    def push_once(self, name: str, value: Any) -> None:
-        """Copy a value, unless it is the one that they have."""
-        if self._pushed.get(name) is not value:
-            self.push({name: value})
-            self._pushed[name] = value
+    def pull(self, parts: Sequence[str]) -> list[Any]:
+        """Return values of the first worker."""
+        names = [f"{self._name}_{part}" for part in parts]
+        found = self._master.pull(names, self._ranks[0])
+        return [found[name] for name in names]
 
     def call(self, call: str, *, keep: bool = True, before: str = "") -> Any:
         """Call a method of the copies on every rank, after some source; return the first one's value."""
-        self.run(f"{before}\n{_NAME}_value = {_NAME}.{call}" if keep else f"{_NAME}.{call};")
-        return self.master.pull([f"{_NAME}_value"], self._ranks[0])[f"{_NAME}_value"] if keep else None
+        name = self._name
+        self.run(f"{before}\n{name}_value = {name}.{call}" if keep else f"{name}.{call};")
+        return self.pull(["value"])[0] if keep else None
 
     def run(self, source: str) -> None:
         """Run source on the ranks that have a stage.
@@ -563,7 +621,7 @@ class _Remote:
         RemoteCellError
             For any other error, with its traceback.
         """
-        result = self.master.run_cell(source, targets=self._ranks).wait()
+        result = self._master.run_cell(source, targets=self._ranks).wait()
         assert result is not None
         if result.ok:
             return
@@ -584,6 +642,16 @@ def _names(stages: Iterable[str]) -> list[str]:
     if double:
         raise UsageError(f"Each stage has a name of its own; named twice: {', '.join(map(repr, double))}.")
     return names
+
+
+def _to_send(items: Iterable[Any] | None) -> Any:
+    """Return the items as they travel: what can be gone through again as it is, so that a loader loads there.
+
+    It is not asked for an iterator: that of a loader draws from a generator, and may start processes.
+    """
+    if items is None or (hasattr(items, "__len__") and not isinstance(items, Iterator)):
+        return items
+    return list(items)
 
 
 def _on_a_worker() -> bool:

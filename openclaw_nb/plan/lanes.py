@@ -61,18 +61,21 @@ def on_devices(parts: Sequence[str], devices: Sequence[str]) -> Lanes:
 def in_turn(parts: Sequence[str], devices: Sequence[str], schedule: str) -> Lanes:
     """Spread parts over devices: as many neighbours to each, or in turn for ``interleaved``.
 
+    With more devices than there are stages for, the first ones get stages.
+
     Raises
     ------
     RefusedError
         When ``interleaved`` does not have as many stages on each device.
     """
     if schedule == "interleaved":
-        if len(parts) % len(devices) or len(parts) < 2 * len(devices):
+        most = min(len(devices), len(parts) // 2)
+        if most < min(2, len(devices)) or len(parts) % most:
             raise RefusedError(
                 f"'interleaved' needs as many stages, two or more, on each device: {len(parts)} stages cannot be "
                 f"spread over {len(devices)} so. Name another number of parts, or give stage_devices."
             )
-        return Lanes(tuple((part,) for part in parts), tuple(devices))
+        return Lanes(tuple((part,) for part in parts), tuple(devices[:most]))
     used = devices[: len(parts)]
     bounds = [round(number * len(parts) / len(used)) for number in range(len(used) + 1)]
     stages = tuple(tuple(parts[low:high]) for low, high in pairwise(bounds))

@@ -205,3 +205,146 @@ def test_the_steps_of_the_seed_train_as_the_plain_loop(lab: Any) -> None:
 
 def _raise(batch: Any) -> None:
     raise ValueError("planted")
+
+
+def test_all_ranks_know_what_those_with_stages_do(lab: Any) -> None:
+    """Two stages on four workers: the others wait for nobody, and have losses, norm, times and the model as well."""
+    lab.good(BUILD)
+    lab.good(
+        "from openclaw_nb import PipelineScheduler\n"
+        "model, optimizer, batches = build()\n"
+        "places = [f'CPU-{n}' for n in (0, 0, 1, 1, 1, 1)]\n"
+        "pipeline = PipelineScheduler(list('012345'), places, microbatches=8).bind(model)\n"
+        "losses, norms = [], []\n"
+        "for x, y in batches:\n"
+        "    optimizer.zero_grad()\n"
+        "    losses.append(pipeline.step(x, y, F.cross_entropy))\n"
+        "    norms.append(pipeline.clip_grad_norm_(0.5))\n"
+        "    optimizer.step()\n"
+        "pipeline._optimizer = optimizer\n"
+        "pipeline.collect()\n"
+        "result = dict(model=model, optimizer=optimizer, losses=losses)\n"
+        "seen = norms, pipeline.bubble, len(pipeline.timeline())"
+    )
+    for rank in (0, 3):
+        assert_trained(**lab.pull("result", rank))
+    assert lab.pull("seen", 3) == lab.pull("seen", 0)
+    assert lab.pull("seen", 3)[2] == 2 * 2 * 8
+
+
+def test_what_is_set_in_the_script_holds_on_the_workers(lab: Any) -> None:
+    """Learning rates, a loss that reads something else, frozen parameters; a second pipeline beside the first."""
+    namespace = built()
+
+    class Weighted:
+        weight = 1.0
+
+        def __call__(self, output: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            return self.weight * F.cross_entropy(output, y)
+
+    def train(
+        step: Any, model: nn.Module, optimizer: torch.optim.Optimizer, loss_fn: Weighted
+    ) -> list[float]:
+        losses = []
+        schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+        for number, (x, y) in enumerate(namespace["build"]()[2]):
+            losses.append(step(x, y, loss_fn))
+            schedule.step()
+            loss_fn.weight = 2.0 + number
+            if number == 1:
+                model.get_submodule("1").requires_grad_(requires_grad=False)
+        return losses
+
+    model, optimizer, _ = namespace["build"]()
+    places = [f"CPU-{n}" for n in (0, 0, 0, 1, 1, 1)]
+    pipeline = PipelineScheduler(list("012345"), places, 4, cluster=lab.master).bind(model, optimizer)
+    other_model = namespace["build"]()[0]
+    other = PipelineScheduler(list("012345"), places, 4, cluster=lab.master)
+    other.bind(other_model, torch.optim.SGD(other_model.parameters(), lr=1.0))
+
+    def step(x: torch.Tensor, y: torch.Tensor, loss_fn: Weighted) -> float:
+        loss = pipeline.step(x, y, loss_fn)
+        other.step(x, y, F.cross_entropy)
+        return loss
+
+    losses = train(step, model, optimizer, Weighted())
+    rate = optimizer.param_groups[0]["lr"]
+    pipeline.collect()
+    assert optimizer.param_groups[0]["lr"] == rate == 0.1 / 16
+
+    expected, expected_optimizer, _ = namespace["build"]()
+
+    def single_step(x: torch.Tensor, y: torch.Tensor, loss_fn: Weighted) -> float:
+        expected_optimizer.zero_grad()
+        loss = loss_fn(expected(x), y)
+        loss.backward()
+        expected_optimizer.step()
+        return loss.item()
+
+    assert losses == pytest.approx(train(single_step, expected, expected_optimizer, Weighted()), rel=1e-5)
+    for name, value in expected.state_dict().items():
+        torch.testing.assert_close(model.state_dict()[name], value, rtol=1e-5, atol=1e-6, msg=name)
+
+
+def test_steps_hand_on_two_results_of_one_graph(lab: Any) -> None:
+    def build() -> tuple[dict[str, Any], nn.Module]:
+        torch.manual_seed(2)
+        model = nn.Sequential(nn.Linear(3, 4), nn.Tanh())
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+        def forward(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            optimizer.zero_grad()
+            hidden = model(x)
+            return hidden.mean(), hidden.square().mean()
+
+        def backward(both: tuple[torch.Tensor, torch.Tensor]) -> float:
+            loss = both[0] + 2 * both[1]
+            loss.backward()
+            optimizer.step()
+            return loss.item()
+
+        return {"forward": forward, "backward": backward}, model
+
+    items = [torch.randn(5, 3, generator=torch.Generator().manual_seed(n)) for n in range(4)]
+    steps, model = build()
+    expected = [steps["backward"](steps["forward"](x)) for x in items]
+    ours, trained = build()
+    pipeline = PipelineScheduler(["forward", "backward"], ["CPU-0", "CPU-1"], cluster=lab.master).bind(**ours)
+    assert pipeline.run(items) == pytest.approx(expected, rel=1e-6)
+    for mine, theirs in zip(trained.parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-6, atol=1e-7)
+
+
+def test_a_rank_without_a_step_has_what_was_trained(lab: Any) -> None:
+    """Two steps on four workers, in a cell."""
+    source = """
+import torch
+from torch import nn
+torch.manual_seed(2)
+model = nn.Linear(3, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+items = [torch.randn(5, 3, generator=torch.Generator().manual_seed(n)) for n in range(4)]
+def forward(x):
+    optimizer.zero_grad()
+    return model(x).square().mean()
+def backward(loss):
+    loss.backward()
+    optimizer.step()
+    return loss.item()
+"""
+    plain: dict[str, Any] = {"__name__": "__main__"}
+    exec(source + "losses = [backward(forward(x)) for x in items]", plain)
+    lab.good(
+        "from openclaw_nb import PipelineScheduler\n"
+        + source
+        + "pipeline = PipelineScheduler(['forward', 'backward']).bind(forward=forward, backward=backward)\n"
+        "losses = pipeline.run(items)\n"
+        "seen = losses, len(pipeline.timeline()), pipeline.bubble.theoretical\n"
+        "weight, momentum = model.weight.detach(), optimizer.state[model.weight]['momentum_buffer']"
+    )
+    for rank in (1, 3):
+        assert lab.pull("seen", rank) == lab.pull("seen", 0)
+        assert lab.pull("seen", rank)[0] == pytest.approx(plain["losses"], rel=1e-6)
+        torch.testing.assert_close(lab.pull("weight", rank), plain["model"].weight.detach())
+        momentum = plain["optimizer"].state[plain["model"].weight]["momentum_buffer"]
+        torch.testing.assert_close(lab.pull("momentum", rank), momentum)

@@ -11,6 +11,8 @@ from torch import nn
 from openclaw_nb import PipelineScheduler
 from openclaw_nb.core.errors import NotStartedError, RefusedError, UnknownNameError, UsageError
 from openclaw_nb.engine.scheduler import parts
+from openclaw_nb.engine.scheduler.original import Original
+from openclaw_nb.scheduler import _to_send
 
 
 def test_the_seeds_snippet_runs() -> None:
@@ -112,3 +114,47 @@ def test_checking_leaves_no_trace() -> None:
     assert all(module.training for module in model.modules())
     assert torch.equal(rng, torch.get_rng_state())
     assert all(torch.equal(value, model.state_dict()[name]) for name, value in state.items())
+
+
+def test_sending_a_loader_draws_nothing() -> None:
+    generator = torch.Generator().manual_seed(1)
+    loader = torch.utils.data.DataLoader(range(8), shuffle=True, generator=generator)  # type: ignore[arg-type]
+    before = generator.get_state()
+    assert _to_send(loader) is loader
+    assert torch.equal(generator.get_state(), before)
+    assert _to_send(iter([1, 2])) == [1, 2]
+    assert _to_send(None) is None
+
+
+def test_what_its_owner_sets_is_told_to_copies_once() -> None:
+    def build() -> tuple[nn.Module, torch.optim.Optimizer]:
+        model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+        nn.init.ones_(model[0].weight)
+        return model, torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
+
+    (model, optimizer), (copied, copied_optimizer) = build(), build()
+    original = Original(model, optimizer)
+    assert not original.changes()
+    optimizer.param_groups[0]["lr"] = 0.25
+    model.eval()
+    model[0].weight.requires_grad_(False)
+    model[1].running_mean.fill_(3.0)  # type: ignore[operator, union-attr]
+    changes = original.changes()
+    changes.apply(copied, copied_optimizer)
+    assert copied_optimizer.param_groups[0]["lr"] == 0.25
+    assert not any(module.training for module in copied.modules())
+    assert [p.requires_grad for p in copied.parameters()] == [False, True, True, True]
+    assert copied[1].running_mean.tolist() == [3.0, 3.0]  # type: ignore[index, union-attr, operator]
+    original.note()
+    assert not original.changes()
+    original.train()
+    copied_optimizer.param_groups[0]["momentum"] = 0.5  # as an optimizer may do in its steps
+    optimizer.param_groups[0]["lr"] = 0.125
+    original.take(copied.state_dict(), copied_optimizer.state_dict())
+    assert (optimizer.param_groups[0]["lr"], optimizer.param_groups[0]["momentum"]) == (0.125, 0.5)
+    assert original.changes().options == [{"lr": 0.125}]
+    original.train()
+    with torch.no_grad():
+        model[0].weight.zero_()
+    with pytest.raises(UsageError, match="call collect"):
+        original.changes()

@@ -2,18 +2,18 @@
 
     send ──> gloo, not waited for ──> the peer's receiving thread ──> inbox ──> take(key) / take_any
 
-A header of fixed size says how large the message is, so that no receive meets another size. Each peer has a thread that
-receives from it all the time, so that whoever sends is never held up, and what is needed next is mostly there already.
-Waits end when the group is released.
+Each peer has a thread that receives from it all the time, so that whoever sends is never held up, and what is needed
+next is mostly there already. What ranks do together between two ends of a ``with`` is an exchange, with a name that
+tells what it is and how many such there were: each message carries it, and waits show it. So ranks that are in
+different exchanges neither take each other's messages nor seem to wait together. Waits end when the group is released.
 
-Knows groups, bytes and tensors; does not know what the messages are for.
+Knows groups and messages; does not know what the messages are for.
 """
 
 from __future__ import annotations
 
 import itertools
 import os
-import pickle
 import queue
 import threading
 from collections import deque
@@ -23,38 +23,19 @@ from types import TracebackType
 from typing import Any
 from weakref import WeakKeyDictionary
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
 
-from openclaw_nb.core.errors import GroupError, RefusedError, ReleasedError
+from openclaw_nb.core.errors import GroupError, MismatchError, RefusedError, ReleasedError
 from openclaw_nb.engine.group.collectives import PendingWork, ReleasableGroup
+from openclaw_nb.engine.group.packing import Message, pack, unpack
 
 Key = tuple[int, int, int]
 
-# One name for all: ranks that wait in different calls are taken to wait for each other in vain.
-_CALL = "a message of the pipeline"
-_HEADER = 16
-_MAX_DIMS = 8
-_PICKLED, _CLOSED = -1, -2
 _FIRST_TAG, _NUM_TAGS = 1 << 18, 1 << 16  # between those of people and those of their messages' letters
 _LOOK_SECONDS = 0.05
-_DTYPES = (
-    torch.float32,
-    torch.float64,
-    torch.float16,
-    torch.bfloat16,
-    torch.int64,
-    torch.int32,
-    torch.int16,
-    torch.int8,
-    torch.uint8,
-    torch.bool,
-    torch.complex64,
-    torch.complex128,
-)
-# By group, how many there were among the same ranks: only those count them alike.
+# By group, how many exchanges there were among the same ranks: only those count them alike.
 _numbers: WeakKeyDictionary[Any, dict[tuple[int, ...], itertools.count[int]]] = WeakKeyDictionary()
 
 
@@ -94,14 +75,23 @@ class Mail:
         The ranks.
     peers : sequence of int
         Whom this rank sends to or receives from.
+    purpose : str
+        What the exchange is, the same on every peer.
+
+    Attributes
+    ----------
+    name : str
+        Of the exchange.
     """
 
-    def __init__(self, group: ReleasableGroup, peers: Sequence[int]) -> None:
+    def __init__(self, group: ReleasableGroup, peers: Sequence[int], purpose: str) -> None:
         self._group = group
-        self._peers = sorted({*peers} - {group.rank()})
-        among = tuple(sorted({*peers, group.rank()}))
+        self._rank = group.rank()
+        self._peers = sorted({*peers} - {self._rank})
+        among = tuple(sorted({*peers, self._rank}))
         number = next(_numbers.setdefault(group, {}).setdefault(among, itertools.count()))
         self._tag = _FIRST_TAG + number % _NUM_TAGS
+        self.name = f"{purpose} (exchange {number + 1} of the pipeline on ranks {', '.join(map(str, among))})"
         self._inbox: dict[tuple[int, Key], deque[Any]] = {}
         self._changed = threading.Condition()
         self._receiving: list[PendingWork] = []
@@ -120,7 +110,7 @@ class Mail:
             self._sent.put(None)
             return  # the peers are freed by the group's release, and this tag is not used again
         for peer in self._peers:
-            self._send_header(peer, (0, 0, 0), _CLOSED, ())
+            self._give(peer, pack((self.name, None, None)))
         self._sent.put(None)
         for work in [self._sending, *self._receiving]:
             work.wait()
@@ -128,14 +118,16 @@ class Mail:
     def send(self, peer: int, key: Key, value: Any) -> None:
         """Begin to send a tensor, or anything that can be pickled; a tensor must stay as it is until the end."""
         if isinstance(value, Tensor):
-            plain = value.detach().cpu().contiguous()
-            self._send_header(peer, key, _DTYPES.index(plain.dtype), plain.shape)
-            if plain.numel():
-                self._give(peer, plain.view(-1).view(torch.uint8))
-            return
-        data = pickle.dumps(value, protocol=5)
-        self._send_header(peer, key, _PICKLED, (len(data),))
-        self._give(peer, torch.frombuffer(bytearray(data), dtype=torch.uint8))
+            self._give(peer, pack((self.name, key, None), [value]))
+        else:
+            self._give(peer, pack((self.name, key, value)))
+
+    def gather(self, sources: Sequence[int], key: Key, own: Any) -> list[Any]:
+        """Return what each of some ranks gives, in their order; every peer calls this, also those that give nothing."""
+        if self._rank in sources:
+            for peer in self._peers:
+                self.send(peer, key, own)
+        return [own if rank == self._rank else self.take(rank, key) for rank in sources]
 
     def take(self, peer: int, key: Key) -> Any:
         """Return the next message of this key from a peer, when it is there."""
@@ -148,10 +140,12 @@ class Mail:
         ------
         ReleasedError
             When the group was released meanwhile.
+        MismatchError
+            When a peer is in another exchange.
         """
         found = self._look(wanted)
         if found is None:
-            with self._group.board.waiting(_CALL):
+            with self._group.board.waiting(self.name):
                 found = self._await(lambda: self._look(wanted))
         return found
 
@@ -181,20 +175,13 @@ class Mail:
     # ------------------------------------------------------------------------------------- over the group
 
     def _apart(self, action: Callable[[], Any]) -> PendingWork:
-        return self._group.start_beside(_CALL, action)
+        return self._group.start_beside(self.name, action)
 
-    def _send_header(self, peer: int, key: Key, code: int, shape: Sequence[int]) -> None:
-        if len(shape) > _MAX_DIMS:
-            raise RefusedError(
-                f"A tensor between stages has at most {_MAX_DIMS} dimensions, not {len(shape)}."
-            )
-        values = [*key, code, len(shape), *shape]
-        self._give(peer, torch.tensor(values + [0] * (_HEADER - len(values)), dtype=torch.int64))
-
-    def _give(self, peer: int, tensor: Tensor) -> None:
+    def _give(self, peer: int, pieces: Sequence[Tensor]) -> None:
         if self._group.released:
             raise ReleasedError("the group was released")
-        self._sent.put((self._group.inner.send([tensor], peer, self._tag), tensor))
+        for piece in pieces:
+            self._sent.put((self._group.inner.send([piece], peer, self._tag), piece))
 
     def _wait_for_all_sent(self) -> None:
         """Hold what is under way, no longer: the memory of activations counts."""
@@ -204,18 +191,24 @@ class Mail:
 
     def _receive_all(self, peer: int) -> None:
         inner = self._group.inner
-        while True:
-            header = torch.empty(_HEADER, dtype=torch.int64)
-            inner.recv([header], peer, self._tag).wait()
-            a, b, c, code, dims, *sizes = header.tolist()
-            if code == _CLOSED:
-                return
-            pickled = code == _PICKLED
-            value: Any = torch.empty(sizes[:dims], dtype=torch.uint8 if pickled else _DTYPES[code])
-            if value.numel():
-                inner.recv([value.view(-1).view(torch.uint8)], peer, self._tag).wait()
-            if pickled:
-                value = pickle.loads(value.numpy().tobytes())
+
+        def receive(piece: Tensor) -> None:
+            inner.recv([piece], peer, self._tag).wait()
+
+        while (found := self._checked(peer, unpack(receive))) is not None:
+            key, value = found
             with self._changed:
-                self._inbox.setdefault((peer, (a, b, c)), deque()).append(value)
+                self._inbox.setdefault((peer, key), deque()).append(value)
                 self._changed.notify_all()
+
+    def _checked(self, peer: int, message: Message) -> tuple[Key, Any] | None:
+        """Return a message's key and value; None when it is the last."""
+        name, key, value = message.header
+        if name != self.name:
+            raise MismatchError(
+                f"The ranks disagree about what they do: rank {peer} is in {name}, and this rank in {self.name}. "
+                "Every rank must make the same calls of a pipeline in the same order."
+            )
+        if key is None:
+            return None
+        return key, message.tensors[0] if message.tensors else value

@@ -100,18 +100,39 @@ class Shared:
 
     def states(self) -> list[Any]:
         """Return the state of each object, to be loaded into like objects elsewhere."""
-        return [each.detach() if isinstance(each, Tensor) else each.state_dict() for each in self.objects]
+        return [_state_of(each) for each in self.objects]
 
     def load(self, states: Sequence[Any]) -> None:
         """Load what `states` returned; None leaves an object as it is."""
         for each, state in zip(self.objects, states, strict=True):
-            if state is None:
-                continue
-            if isinstance(each, Tensor):
-                with torch.no_grad():
-                    each.copy_(state)
-            else:
-                each.load_state_dict(state)
+            if state is not None:
+                _load_state(each, state)
+
+
+def _state_of(found: Any) -> Any:
+    """Return values and settings: which modules train, and which parameters."""
+    if isinstance(found, Tensor):
+        return found.detach(), found.requires_grad
+    if isinstance(found, nn.Module):
+        modes = [module.training for module in found.modules()]
+        return found.state_dict(), modes, [parameter.requires_grad for parameter in found.parameters()]
+    return found.state_dict()
+
+
+def _load_state(found: Any, state: Any) -> None:
+    if isinstance(found, Tensor):
+        with torch.no_grad():
+            found.copy_(state[0])
+        found.requires_grad_(state[1])
+    elif isinstance(found, nn.Module):
+        values, modes, trained = state
+        found.load_state_dict(values)
+        for module, mode in zip(found.modules(), modes, strict=True):
+            module.training = mode
+        for parameter, needs in zip(found.parameters(), trained, strict=True):
+            parameter.requires_grad_(needs)
+    else:
+        found.load_state_dict(state)
 
 
 def _mark(tensor: Tensor) -> tuple[Any, ...]:

@@ -48,6 +48,8 @@ class StepPipeline:
         The rank of each lane.
     group : ReleasableGroup
         The ranks.
+    lanes_only : bool
+        Whether ranks without a step take no part; otherwise they learn all that a rank with one does.
     """
 
     def __init__(
@@ -56,6 +58,8 @@ class StepPipeline:
         stages: Sequence[Sequence[str]],
         ranks: Sequence[int],
         group: ReleasableGroup,
+        *,
+        lanes_only: bool = False,
     ) -> None:
         self._functions, self._stages, self._ranks, self.group = functions, stages, list(ranks), group
         self._order = list(functions)
@@ -67,10 +71,11 @@ class StepPipeline:
         self.waits_for = last_sharers(self._reached)
         rank = group.rank()
         self.lane = self._ranks.index(rank) if rank in self._ranks else None
+        self.everyone = self._ranks if lanes_only else list(range(group.size()))
         self.times: Times = []
 
-    def run(self, items: Iterable[Any] | None, *, synchronous: bool, depth: int) -> list[Any] | None:
-        """Let all items pass; return the last step's results, on every rank that has a step.
+    def run(self, items: Iterable[Any] | None, *, synchronous: bool, depth: int) -> list[Any]:
+        """Let all items pass; return the last step's results, on every rank.
 
         Parameters
         ----------
@@ -81,19 +86,20 @@ class StepPipeline:
         depth : int
             How many items a step may be ahead of the next.
         """
-        if self.lane is None:
-            return None
         self.times = []
         end_watching = self.shared.watch_zeroing()
         try:
-            with Mail(self.group, self._ranks) as mail:
-                return _Run(self, mail, synchronous, depth).run(items)
+            with Mail(self.group, self.everyone, "a run") as mail:
+                run = _Run(self, mail, synchronous, depth)
+                return run.look_on() if self.lane is None else run.run(items)
         finally:
             end_watching()
 
     def all_times(self) -> list[Times]:
         """Return, by lane, what each lane has run, and when: (step, item, start, end)."""
-        return _from_all(self.group, self._ranks, self.lane, self.times) if self.lane is not None else []
+        with Mail(self.group, self.everyone, "the run's times") as mail:
+            times: list[Times] = mail.gather(self._ranks, (_LAST, 0, 0), self.times)
+            return times
 
     # What a run reads of it.
     @property
@@ -109,14 +115,6 @@ class StepPipeline:
     def steps_of(self, lane: int) -> list[tuple[int, Callable[..., Any]]]:
         """Return a lane's steps, with their numbers."""
         return [(self._order.index(name), self._functions[name]) for name in self._stages[lane]]
-
-
-def _from_all(group: ReleasableGroup, ranks: Sequence[int], lane: int, own: Any) -> list[Any]:
-    with Mail(group, ranks) as mail:
-        for other in ranks:
-            if other != group.rank():
-                mail.send(other, (_LAST, 0, 0), own)
-        return [own if n == lane else mail.take(other, (_LAST, 0, 0)) for n, other in enumerate(ranks)]
 
 
 class _Run:
@@ -148,6 +146,11 @@ class _Run:
             self._work(value, number, results)
             number += 1
         return self._finish(number, results)
+
+    def look_on(self) -> list[Any]:
+        """Have what the lanes have in the end, on a rank that has no step."""
+        self._agree_on_state()
+        return self._exchange_results([])
 
     # ---------------------------------------------------------------------------------------- waiting
 
@@ -282,7 +285,8 @@ class _Run:
         for parameter in parameters:
             parameter.grad = None
         tensor = self._graphs[number][place]
-        torch.autograd.backward(tensor, gradient.to(tensor.device))
+        # Several results may have a graph in common, or be asked for again; it goes when the item is done.
+        torch.autograd.backward(tensor, gradient.to(tensor.device), retain_graph=True)
         answer = [parameter.grad for parameter in parameters]
         for parameter, grad in zip(parameters, held, strict=True):
             parameter.grad = grad
@@ -294,38 +298,36 @@ class _Run:
     def _agree_on_state(self) -> None:
         """Begin with the first lane's models and optimizers."""
         ranks = self._pipeline.ranks
-        if self._lane:
+        if self._pipeline.lane != 0:
             self._shared.load(self._mail.take(ranks[0], (_STATES, 0, 0)))
             return
         states = self._shared.states()
-        for rank in ranks[1:]:
-            self._mail.send(rank, (_STATES, 0, 0), states)
+        for rank in self._pipeline.everyone:
+            if rank != ranks[0]:
+                self._mail.send(rank, (_STATES, 0, 0), states)
 
     def _finish(self, number: int, results: list[Any]) -> list[Any]:
         """Wait for the later lanes, and have all ranks know results, final values and the states of optimizers."""
-        ranks = self._pipeline.ranks
         if self._lane < self._last:
             self._mail.send(self._below, (_ITEM, 0, 0), _END)
         for lane in range(self._lane + 1, self._last + 1):
             self._serve_until(partial(self._is_done, lane, number))
+        return self._exchange_results(results)
+
+    def _exchange_results(self, results: list[Any]) -> list[Any]:
+        ranks = self._pipeline.ranks
         own = {n: self._shared.tensors[n].detach() for n in self._changed}
         optimizers = self._own_optimizers()
-        for rank in ranks:
-            if rank != ranks[self._lane]:
-                self._mail.send(rank, (_RESULT, 0, 0), (own, optimizers, results))
-        for lane, rank in enumerate(ranks):
-            if lane == self._lane:
+        given = self._mail.gather(ranks, (_RESULT, 0, 0), (own, optimizers, results))
+        for lane, (values, states, _) in enumerate(given):
+            if lane == self._pipeline.lane:
                 continue
-            values, states, theirs = self._take_result(rank)
             self._shared.apply({n: v for n, v in values.items() if n not in own}, {})
             for place, state in states.items():
                 if place not in optimizers:
                     self._shared.objects[place].load_state_dict(state)
-            results = theirs if lane == self._last else results
-        return results
-
-    def _take_result(self, rank: int) -> Any:
-        return self._mail.take(rank, (_RESULT, 0, 0))
+        found: list[Any] = given[-1][2]
+        return found
 
     def _own_optimizers(self) -> dict[int, Any]:
         """The states of optimizers that have made steps here."""

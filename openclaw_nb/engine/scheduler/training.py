@@ -1,8 +1,8 @@
 """One training step of a pipeline on this rank: its lane of the schedule's actions, over messages.
 
-    first lane:  checks ──> start (how many micro-batches, y to the last) ──> every lane
+    first lane:  checks ──> start (how many micro-batches, y to the last) ──> every rank
     each lane:   actions in order; activations and gradients come and go by key (kind, stage, micro-batch)
-    last lane:   loss of the micro-batches against that of the batch ──> verdict ──> every lane
+    last lane:   loss of the micro-batches against that of the batch ──> verdict ──> every rank
 
 Gradients are added to the parameters only after the verdict, so that a step that is refused changes nothing.
 Knows stages and actions; does not know the notebook, or how lanes are drawn.
@@ -67,10 +67,14 @@ class TrainingPipeline:
         The stages.
     group : ReleasableGroup
         The ranks.
+    lanes_only : bool
+        Whether ranks without a stage take no part; otherwise they learn all that a rank with one does.
     """
 
-    def __init__(self, model: nn.Module, plan: Plan, group: ReleasableGroup) -> None:
-        self.model, self.plan = model, plan
+    def __init__(
+        self, model: nn.Module, plan: Plan, group: ReleasableGroup, *, lanes_only: bool = False
+    ) -> None:
+        self.model, self.plan, self._lanes_only = model, plan, lanes_only
         self._stages = parts.split(model, plan.stages)
         self.move(group)
         self._shape: tuple[int, ...] | None = None
@@ -82,10 +86,11 @@ class TrainingPipeline:
         self.group = group
         rank, ranks = group.rank(), list(self.plan.ranks)
         self.lane: int | None = ranks.index(rank) if rank in ranks else None
+        self.ranks = ranks if self._lanes_only else list(range(group.size()))
 
     # --------------------------------------------------------------------------------------------- a step
 
-    def step(self, x: Tensor | None, y: Tensor | None, loss_fn: LossFunction) -> float | None:
+    def step(self, x: Tensor | None, y: Tensor | None, loss_fn: LossFunction) -> float:
         """Run a batch forward and back; this rank's stages then have its gradients. Return its loss.
 
         Parameters
@@ -97,24 +102,24 @@ class TrainingPipeline:
 
         Returns
         -------
-        float or None
-            The loss of the whole batch; None on a rank that has no stage.
+        float
+            The loss of the whole batch.
 
         Raises
         ------
         RefusedError
             On all ranks, with no gradient changed, when the result would differ from a single device's.
         """
-        if self.lane is None:
-            return None
         held = {p: p.grad for p in self._own_parameters()}
         for parameter in held:
             parameter.grad = None
         try:
-            with self._mail() as mail:
+            with self._mail("a step") as mail:
                 start = self._start(mail, x, y)
                 if isinstance(start, str):
                     refusal, scale, loss = start, 1.0, 0.0
+                elif self.lane is None:
+                    refusal, scale, loss = mail.take(self.plan.ranks[-1], (_VERDICT, 0, 0))
                 else:
                     self.num_microbatches = start["num_microbatches"]
                     refusal, scale, loss = _Step(self, mail, start, x, loss_fn).run()
@@ -129,16 +134,17 @@ class TrainingPipeline:
 
     def _start(self, mail: Mail, x: Tensor | None, y: Tensor | None) -> Any:
         """Let the first lane check the batch; return what it says to all: a plan, or why not."""
-        if self.lane:
+        if self.lane != 0:
             return mail.take(self.plan.ranks[0], (_START, 0, 0))
         try:
             start: Any = {"num_microbatches": self._check_batch(x, y), "y": None}
         except RefusedError as error:
             start = str(error)
         last = self.plan.ranks[-1]
-        for rank in self.plan.ranks[1:]:
-            told = {**start, "y": y} if rank == last and isinstance(start, dict) else start
-            mail.send(rank, (_START, 0, 0), told)
+        for rank in self.ranks:
+            if rank != self.plan.ranks[0]:
+                told = {**start, "y": y} if rank == last and isinstance(start, dict) else start
+                mail.send(rank, (_START, 0, 0), told)
         return {**start, "y": y} if isinstance(start, dict) else start
 
     def _check_batch(self, x: Tensor | None, y: Tensor | None) -> int:
@@ -178,8 +184,8 @@ class TrainingPipeline:
             )
         return number
 
-    def _mail(self) -> Mail:
-        return Mail(self.group, self.plan.ranks)
+    def _mail(self, purpose: str) -> Mail:
+        return Mail(self.group, self.ranks, purpose)
 
     def own_stages(self) -> list[int]:
         """The numbers of this rank's stages."""
@@ -206,7 +212,8 @@ class TrainingPipeline:
             if grads
             else torch.zeros(())
         )
-        norm = float(torch.stack(self._from_all(_NORM, own.cpu().double())).sum().sqrt())
+        norms = self._from_all("the gradients' norm", _NORM, own.cpu().double())
+        norm = float(torch.stack(norms).sum().sqrt())
         factor = max_norm / (norm + 1e-6)
         if factor < 1.0:
             for grad in grads:
@@ -214,11 +221,9 @@ class TrainingPipeline:
         return norm
 
     def collect(self, optimizer: torch.optim.Optimizer | None = None) -> None:
-        """Bring every stage's parameters and buffers, and the optimizer's state of them, to all lanes."""
-        if self.lane is None:
-            return
+        """Bring every stage's parameters and buffers, and the optimizer's state of them, to all ranks."""
         own = {n: self._state(n, optimizer) for n in self.own_stages()}
-        for other in self._from_all(_STATE, own):
+        for other in self._from_all("collect", _STATE, own):
             for number, (tensors, states) in other.items():
                 if number not in own:
                     self._take_state(number, tensors, states, optimizer)
@@ -246,18 +251,12 @@ class TrainingPipeline:
 
     def all_times(self) -> list[list[tuple[Action, float, float]]]:
         """Return, by lane, what each lane has run in its newest step, and when."""
-        return self._from_all(_TIMES, self.times) if self.lane is not None else []
+        return self._from_all("the step's times", _TIMES, self.times)
 
-    def _from_all(self, kind: int, own: Any) -> list[Any]:
-        """Return every lane's value, by lane."""
-        others = [(lane, rank) for lane, rank in enumerate(self.plan.ranks) if lane != self.lane]
-        found = {self.lane: own}
-        with self._mail() as mail:
-            for _, rank in others:
-                mail.send(rank, (kind, 0, 0), own)
-            for lane, rank in others:
-                found[lane] = mail.take(rank, (kind, 0, 0))
-        return [found[lane] for lane in range(len(self.plan.ranks))]
+    def _from_all(self, purpose: str, kind: int, own: Any) -> list[Any]:
+        """Return every lane's value, by lane, on every rank."""
+        with self._mail(purpose) as mail:
+            return mail.gather(self.plan.ranks, (kind, 0, 0), own)
 
 
 class _Step:
@@ -296,13 +295,13 @@ class _Step:
             self._do(action, value)
             times.append((action, begin, time.monotonic()))
         self._pipeline.times = times
-        last = self._ranks[self._last % len(self._ranks)]
+        last = self._ranks[-1]
         if self._rank != last:
             verdict: tuple[str, float, float] = self._mail.take(last, (_VERDICT, 0, 0))
             return verdict
         assert self._y is not None
         verdict = _judge(self._losses, self._outputs, self._y, self._loss_fn)
-        for rank in self._ranks:
+        for rank in self._pipeline.ranks:
             if rank != last:
                 self._mail.send(rank, (_VERDICT, 0, 0), verdict)
         return verdict

@@ -23,7 +23,8 @@ import torch
 from torch import Tensor, nn
 
 from openclaw_nb.core.errors import MismatchError, RefusedError
-from openclaw_nb.engine.group.exchange import Exchange, Expected, Message
+from openclaw_nb.engine.group.exchange import Exchange, Expected
+from openclaw_nb.engine.group.packing import Message
 from openclaw_nb.engine.loss.record import map_tensors
 from openclaw_nb.engine.stages.absent import absent, origin_of, present, receive_into
 from openclaw_nb.engine.stages.layout import Layout

@@ -30,3 +30,4 @@ def test_parts_are_spread_over_devices() -> None:
     for parts in ("ab", "abc"):
         with pytest.raises(RefusedError, match="as many stages"):
             in_turn(list(parts), ["x", "y"], "interleaved")
+    assert in_turn(list("abcd"), ["x", "y", "z"], "interleaved").devices == ("x", "y")
