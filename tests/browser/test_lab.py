@@ -96,6 +96,7 @@ def test_the_notebooks_own_stop_button(open_lab: Callable[..., Notebook]) -> Non
     assert "none is left" in notebook.text(STOP)
 
 
+@pytest.mark.soak
 def test_without_a_widget_manager_it_is_html_that_moves(open_lab: Callable[..., Notebook]) -> None:
     notebook = open_lab(widgets=False)
     until_training(notebook)

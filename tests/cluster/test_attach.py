@@ -206,6 +206,7 @@ def test_without_a_lease_nothing_is_left_by_an_owner_that_ends(runtime: Path) ->
     assert read_notes() == []
 
 
+@pytest.mark.soak
 def test_a_cluster_that_nobody_claims_ends_with_its_lease(runtime: Path) -> None:
     owner = own(WAIT, lease=1.0)
     (note,) = read_notes()

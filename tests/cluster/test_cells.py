@@ -85,6 +85,7 @@ def test_await(lab: Lab) -> None:
     assert shown[-1] == ["result", {"text/plain": "7"}, {}]
 
 
+@pytest.mark.soak
 def test_a_flood_is_bounded_at_its_source(lab: Lab) -> None:
     shown = entries(lab, "for i in range(300_000): print('line', i)")  # 3.9 MB
     sent = sum(len(str(entry)) for entry in shown)

@@ -295,6 +295,7 @@ def test_a_spare_dies_on_its_way_in(spared: Lab, after: float) -> None:
     check(spared, SHORT, ranks=there)
 
 
+@pytest.mark.soak
 def test_a_spare_has_imported_beforehand_what_the_variables_come_from(spared: Lab, tmp_path: Path) -> None:
     (tmp_path / "seldom.py").write_text("import time\nimported = time.monotonic()\n")
     spared.good(f"import sys\nsys.path.insert(0, {str(tmp_path)!r})\nimport seldom", targets=[0, 1])
@@ -307,13 +308,8 @@ def test_a_spare_has_imported_beforehand_what_the_variables_come_from(spared: La
     assert max(spared.pull("imported", rank) for rank in range(2)) < began
 
 
-@pytest.mark.parametrize(
-    "case",
-    [
-        "accumulate",
-        *(pytest.param(case, marks=pytest.mark.soak) for case in ("batchnorm", "loader processes")),
-    ],
-)
+@pytest.mark.soak
+@pytest.mark.parametrize("case", ["batchnorm", "accumulate", "loader processes"])
 def test_a_newcomer_takes_part_in(spared: Lab, case: str) -> None:
     await_spare(spared)
     loop, setup, right = LOOPS["plain"].replace("    scheduler.step()\n", ""), SETUP, SETUP
@@ -449,6 +445,7 @@ def test_a_cell_that_needs_all_its_workers_keeps_them(resizable: Lab) -> None:
     assert run.wait(HANG_SECONDS) is not None
 
 
+@pytest.mark.soak
 def test_a_worker_that_is_stopped_is_ended_and_a_spare_takes_its_place(spared: Lab) -> None:
     await_spare(spared)
     prelude = pace(kill_at=6, victim=1).replace("SIGKILL", "SIGSTOP")

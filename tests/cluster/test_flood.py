@@ -74,8 +74,13 @@ def kernel() -> Iterator[Kernel]:
 
 @pytest.mark.parametrize(
     "source",
-    [pytest.param(LINES, marks=pytest.mark.soak), DISPLAYS, RETURNS, ONE_LINE, FIGURES],
-    ids=["lines", "displays", "returns", "one line", "large figures"],
+    [
+        pytest.param(LINES, id="lines", marks=pytest.mark.soak),
+        pytest.param(DISPLAYS, id="displays", marks=pytest.mark.soak),
+        pytest.param(FIGURES, id="large figures", marks=pytest.mark.soak),
+        pytest.param(RETURNS, id="returns"),
+        pytest.param(ONE_LINE, id="one line"),
+    ],
 )
 def test_a_flood_is_bounded_everywhere(kernel: Kernel, source: str) -> None:
     before = kernel.memory()

@@ -349,6 +349,7 @@ def test_what_a_person_sees_from_start_to_a_death_and_on() -> None:
         notebook.run("%openclaw stop")
 
 
+@pytest.mark.soak
 def test_a_death_between_cells_is_told_by_the_next(pair: Lab) -> None:
     pid = pair.master.workers[0].pid
     assert pid is not None
