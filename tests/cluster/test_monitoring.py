@@ -31,14 +31,14 @@ def train(lab: Lab, loop: str, **options: object) -> RunHistory:
 
 
 def test_the_others_wait_for_the_rank_that_is_slow(lab: Lab) -> None:
-    """Rank 1 sleeps 0.1 s a step: rank 0 waits about that long, and rank 1 has nobody to wait for."""
+    """Rank 1 sleeps 0.3 s a step: rank 0 waits about that long, and rank 1 has nobody to wait for."""
     history = train(
-        lab, "import time\n" + LOOP.replace("loss.backward()", "time.sleep(0.1 * rank); loss.backward()")
+        lab, "import time\n" + LOOP.replace("loss.backward()", "time.sleep(0.3 * rank); loss.backward()")
     )
     first, second = history.workers
     # The last step's arrivals are told with no further step.
-    assert first.seconds["wait"] > 0.8 * 0.1 * (NUM_STEPS - 1)
-    assert second.seconds["compute"] > 0.1 * (NUM_STEPS - 1)
+    assert first.seconds["wait"] > 0.8 * 0.3 * (NUM_STEPS - 1)
+    assert second.seconds["compute"] > 0.3 * (NUM_STEPS - 1)
     assert second.seconds["wait"] < first.seconds["wait"] / 2
     assert history.straggler is not None
     assert history.straggler.worker == second.worker
