@@ -60,7 +60,6 @@ def test_a_spare_is_shown_and_has_no_rank(cluster: Lab) -> None:
     assert "worker-1 (spare)" in repr(openclaw("devices"))
 
 
-@pytest.mark.soak
 def test_more_and_fewer_while_nothing_runs(cluster: Lab) -> None:
     table = openclaw("add 1")
     assert [row[1] for row in table.rows] == ["worker-0", "worker-2", "worker-1"]
