@@ -16,16 +16,17 @@ import json
 import os
 import re
 import shutil
+import threading
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from openclaw_nb._version import __version__
 from openclaw_nb.cluster.guardian import MARKER_FILE, locked
 from openclaw_nb.cluster.ownership import end_processes, processes_of
-from openclaw_nb.core.errors import AlreadyStartedError, UsageError, unknown_name
+from openclaw_nb.core.errors import AlreadyStartedError, NotStartedError, UsageError, unknown_name
 from openclaw_nb.protocol.messages import PROTOCOL_VERSION
 
 _SHARED_MEMORY = Path("/dev/shm")
@@ -66,6 +67,8 @@ class ClusterFiles:
 
     directory: str
     cluster_id: str
+    _removed: bool = field(default=False, init=False)
+    _lock: threading.Lock = field(default_factory=threading.Lock, init=False, repr=False, compare=False)
 
     @classmethod
     def create(cls, cluster_id: str, name: str) -> ClusterFiles:
@@ -148,18 +151,33 @@ class ClusterFiles:
             self._write_note(name, detached=True)
 
     def exchange(self) -> list[str]:
-        """Return folders for variables on their way: in shared memory where there is some, then on disk."""
+        """Return folders for variables on their way: in shared memory where there is some, then on disk.
+
+        Raises
+        ------
+        NotStartedError
+            When the cluster's files have been removed.
+        """
         folders = [Path(self.directory) / _VARIABLES_FOLDER]
         if os.access(_SHARED_MEMORY, os.W_OK):
-            folders.insert(0, _SHARED_MEMORY / f"openclaw-{self.cluster_id}")
-        for folder in folders:
-            folder.mkdir(mode=0o700, exist_ok=True)
+            folders.insert(0, self._in_memory)
+        with self._lock:  # a folder that is made while the cluster ends would stay
+            if self._removed:
+                raise NotStartedError("The cluster has ended: its files are removed.")
+            for folder in folders:
+                folder.mkdir(mode=0o700, exist_ok=True)
         return [str(folder) for folder in folders]
 
     def remove(self) -> None:
         """Remove everything."""
-        shutil.rmtree(self.directory, ignore_errors=True)
-        shutil.rmtree(_SHARED_MEMORY / f"openclaw-{self.cluster_id}", ignore_errors=True)
+        with self._lock:
+            self._removed = True
+            shutil.rmtree(self.directory, ignore_errors=True)
+            shutil.rmtree(self._in_memory, ignore_errors=True)
+
+    @property
+    def _in_memory(self) -> Path:
+        return _SHARED_MEMORY / f"openclaw-{self.cluster_id}"
 
 
 def end_abandoned(name: str) -> int:
