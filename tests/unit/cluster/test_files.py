@@ -11,7 +11,9 @@ from openclaw_nb.cluster.files import ClusterFiles
 from openclaw_nb.core.errors import NotStartedError
 
 
-def test_no_folder_is_made_after_the_files_were_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_folder_is_made_after_the_files_were_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A worker that comes too late may be handed variables while the cluster is stopped."""
     monkeypatch.setenv("OPENCLAW_RUNTIME_DIR", str(tmp_path))
     files = ClusterFiles.create(uuid.uuid4().hex, "lab")
