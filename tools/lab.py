@@ -24,7 +24,7 @@ from typing import Any
 import nbformat
 
 CHROMIUM = Path("/usr/bin/chromium")
-_ARGUMENTS = [
+ARGUMENTS = [
     "--no-sandbox",
     "--disable-gpu",
     "--disable-background-networking",
@@ -118,7 +118,7 @@ class Lab:
         from playwright.sync_api import sync_playwright
 
         with sync_playwright() as playwright:
-            browser = playwright.chromium.launch(executable_path=str(CHROMIUM), args=_ARGUMENTS)
+            browser = playwright.chromium.launch(executable_path=str(CHROMIUM), args=ARGUMENTS)
             try:
                 yield browser.new_page(viewport={"width": width, "height": height})
             finally:

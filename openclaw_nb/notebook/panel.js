@@ -117,27 +117,86 @@ function parsed(html) {
   return template.content;
 }
 
+/** Tags and the text between them: every `<`, `>` and `"` within a value is escaped where the HTML is drawn. */
+function tokens(html) {
+  return html.match(/<[^>]*>|[^<]+/g) ?? [];
+}
+
+function unescaped(text) {
+  return text.includes("&") ? parsed(text).textContent : text;
+}
+
+/** Pairs of name and value in a tag. */
+function attributes(tag) {
+  return [...tag.matchAll(/([^\s"=]+)="([^"]*)"/g)].map(([, name, value]) => [name, value]);
+}
+
+function isAlike(token, other) {
+  if (token === other) return true;
+  if (token[0] !== "<") return other[0] !== "<";
+  return token.replace(/"[^"]*"/g, "") === other.replace(/"[^"]*"/g, "");
+}
+
+function retouch(node, token, last) {
+  if (node.nodeType === Node.TEXT_NODE) {
+    node.data = unescaped(token);
+    return;
+  }
+  const before = attributes(last);
+  attributes(token).forEach(([name, value], place) => {
+    if (before[place][1] !== value) node.setAttribute(name, unescaped(value));
+  });
+}
+
+/**
+ * A part of the panel. Two drawings mostly differ in texts and values alone. Then no node is made: what is thrown away
+ * twice a second makes the browser look through all that JupyterLab holds, which takes longer than the drawing.
+ */
+class Part {
+  element = document.createElement("div");
+  #tokens = [];
+  #nodes = [];
+
+  draw(html) {
+    const wanted = tokens(html);
+    const last = this.#tokens;
+    if (wanted.length === last.length && wanted.every((token, place) => isAlike(token, last[place]))) {
+      wanted.forEach((token, place) => token !== last[place] && retouch(this.#nodes[place], token, last[place]));
+    } else {
+      patchChildren(this.element, parsed(html));
+      this.#nodes = this.#nodesOf(wanted);
+    }
+    this.#tokens = wanted;
+  }
+
+  /** The node that each token has made, in the document's order; a closing tag has none of its own. */
+  #nodesOf(wanted) {
+    const walker = document.createTreeWalker(this.element, NodeFilter.SHOW_ELEMENT | NodeFilter.SHOW_TEXT);
+    return wanted.map((token) => (token.startsWith("</") ? null : walker.nextNode()));
+  }
+}
+
 function render({ model, el }) {
   const panel = document.createElement("div");
   panel.className = "oc-panel";
   panel.setAttribute("role", "group");
   panel.setAttribute("aria-label", "OpenClaw panel");
-  const elements = Object.fromEntries(PARTS.map((part) => [part, document.createElement("div")]));
+  const parts = Object.fromEntries(PARTS.map((name) => [name, new Part()]));
   const buttons = buttonRow(model);
-  panel.append(elements.head, buttons.row, elements.devices, elements.measured);
+  panel.append(parts.head.element, buttons.row, parts.devices.element, parts.measured.element);
   el.append(panel);
 
   const stale = new Set(PARTS);
   let seen = true;
   const draw = () => {
     if (!seen) return;
-    for (const part of stale) patchChildren(elements[part], parsed(model.get(part)));
+    for (const name of stale) parts[name].draw(model.get(name));
     stale.clear();
   };
-  const listeners = PARTS.map((part) => [
-    `change:${part}`,
+  const listeners = PARTS.map((name) => [
+    `change:${name}`,
     () => {
-      stale.add(part);
+      stale.add(name);
       draw();
     },
   ]);
