@@ -8,10 +8,11 @@ from typing import Any, ClassVar
 
 from openclaw_nb.core.errors import UsageError
 from openclaw_nb.protocol.messages import StrategySpec
+from openclaw_nb.strategies.common import Computing
 
 
 @dataclass(frozen=True)
-class ModelParallelStrategy:
+class ModelParallelStrategy(Computing):
     """Each worker has some of the model's layers; a batch goes through all of them, forward and back.
 
     Parameters
@@ -27,6 +28,8 @@ class ModelParallelStrategy:
         The layers of each worker by rank, in place of the two above.
     devices : sequence of str, optional
         The devices whose workers take part; those of `device_mapping`, or all, when not given.
+    **computing
+        Precision and memory: those of `openclaw_nb.strategies.common.Computing`.
 
     Raises
     ------
@@ -47,6 +50,7 @@ class ModelParallelStrategy:
     devices: Sequence[str] | None = None
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         check_layers("model_layers", self.model_layers)
         check_stages(self.stages)
         if self.stages is not None and (self.model_layers is not None or self.device_mapping is not None):
@@ -74,6 +78,7 @@ class ModelParallelStrategy:
             options["device_mapping"] = dict(self.device_mapping)
         if self.stages is not None:
             options["stages"] = [list(stage) for stage in self.stages]
+        options |= self.computing_options()
         return StrategySpec(name=self.name, options=options, **cell)
 
 

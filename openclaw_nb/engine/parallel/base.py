@@ -21,6 +21,7 @@ from typing import Any, Protocol
 
 from openclaw_nb.engine.group.ranks import Ranks
 from openclaw_nb.engine.group.unfinished import Unfinished
+from openclaw_nb.engine.objects.find import Objects, find_objects
 from openclaw_nb.engine.reentry.loops import Loops
 from openclaw_nb.engine.steps.continuity import Continuity
 from openclaw_nb.engine.steps.measure import Publisher
@@ -78,6 +79,19 @@ class Strategy:
 
     def __init__(self, context: CellContext) -> None:
         self.context = context
+        self._undo: list[Callable[[], None]] = []
+
+    def _uninstall(self) -> None:
+        """Take off what was hung onto the objects, last first."""
+        while self._undo:
+            self._undo.pop()()
+
+    def _find_objects(self) -> Objects:
+        """Return the objects that the cell trains with; see `find_objects`."""
+        context, spec = self.context, self.context.spec
+        return find_objects(
+            context.source, context.namespace, model=spec.model, optimizer=spec.optimizer, loader=spec.loader
+        )
 
     def enter(self) -> None:
         """Prepare the objects for the cell."""

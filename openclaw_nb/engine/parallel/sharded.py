@@ -8,7 +8,6 @@ the cell is put back, of which each rank has kept its part in a file (`sharding.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,9 +15,10 @@ import torch.distributed as dist
 
 from openclaw_nb.core.errors import RefusedError
 from openclaw_nb.engine.group.collectives import ReleasableGroup
-from openclaw_nb.engine.objects.find import Objects, find_objects
+from openclaw_nb.engine.objects.find import Objects
 from openclaw_nb.engine.objects.names import cell_names
 from openclaw_nb.engine.parallel.base import CellContext, Strategy
+from openclaw_nb.engine.parallel.computing import Computing, on_any
 from openclaw_nb.engine.sharding import checks, whole
 from openclaw_nb.engine.sharding.host_files import PATIENCE_SECONDS, Ended, HostFiles
 from openclaw_nb.engine.sharding.layers import choose_layers
@@ -44,7 +44,6 @@ class ShardedDataParallel(Strategy):
 
     def __init__(self, context: CellContext) -> None:
         super().__init__(context)
-        self._undo: list[Callable[[], None]] = []
         self._sharding: Sharding | None = None
         self._files: HostFiles | None = None
         self._engine: ShardedSteps | None = None
@@ -60,13 +59,9 @@ class ShardedDataParallel(Strategy):
             When the cell cannot be run with the single-device result.
         """
         spec, ranks = self.context.spec, self.context.ranks
-        objects = find_objects(
-            self.context.source,
-            self.context.namespace,
-            model=spec.model,
-            optimizer=spec.optimizer,
-            loader=spec.loader,
-        )
+        objects = self._find_objects()
+        self._computing = Computing(self.context, objects, on_any(ranks))
+        objects = self._computing.objects
         options = self._options(objects)
         checks.check(objects)
         asked = spec.options.get("shard_layers") or ()
@@ -129,6 +124,7 @@ class ShardedDataParallel(Strategy):
         context = self.context
         spec, ranks, publisher = context.spec, context.ranks, context.publisher
         engine = ShardedSteps(ranks, objects, options, publisher, context.continuity)
+        engine.scaling = self._computing.precision.scaling
         self._engine = engine
         splitter = LoaderSplitter(
             ranks,
@@ -139,6 +135,7 @@ class ShardedDataParallel(Strategy):
             loops=context.loops,
             pinning=bool(spec.options.get("memory_pinning", True)),
         )
+        self._undo += self._computing.install()
         self._synchronise_batchnorms(objects, engine)
         self._undo += whole.install(objects)
         for optimizer in objects.optimizers.values():
@@ -183,13 +180,12 @@ class ShardedDataParallel(Strategy):
         """Take everything off again, and leave the objects plain and whole."""
         if self._files is not None:
             self._files.stop_watching()
-        while self._undo:
-            self._undo.pop()()
+        self._uninstall()
         try:
             self._give_back()
         finally:
             if self._engine is not None:
-                self.context.notes.extend(self._engine.notes)
+                self.context.notes.extend([*self._engine.notes, *self._computing.precision.told()])
                 self._engine.close()
             if self._files is not None:
                 self._files.close()

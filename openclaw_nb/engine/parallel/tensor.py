@@ -27,8 +27,9 @@ from openclaw_nb.core.errors import OpenClawError, RefusedError, UsageError
 from openclaw_nb.engine.group.ranks import Ranks
 from openclaw_nb.engine.group.unfinished import Unfinished
 from openclaw_nb.engine.loss.record import map_tensors
-from openclaw_nb.engine.objects.find import Objects, find_objects
+from openclaw_nb.engine.objects.find import Objects
 from openclaw_nb.engine.parallel.base import CellContext, Strategy
+from openclaw_nb.engine.parallel.computing import Computing, on_any
 from openclaw_nb.engine.steps import batchnorm, randomness
 from openclaw_nb.engine.steps.common import make_common
 from openclaw_nb.engine.steps.engine import StepEngine, StepOptions
@@ -75,7 +76,6 @@ class TensorParallel(Strategy):
 
     def __init__(self, context: CellContext) -> None:
         super().__init__(context)
-        self._undo: list[Callable[[], None]] = []
         self._engine: StepEngine | None = None
         self._shards: Shards | None = None
         self._plans: dict[int, Plan] = {}
@@ -105,11 +105,10 @@ class TensorParallel(Strategy):
         UsageError
             When the degrees do not fit the ranks.
         """
-        context, spec, ranks = self.context, self.context.spec, self.context.ranks
+        context, ranks = self.context, self.context.ranks
         degrees = self.degrees()
-        self._objects = objects = find_objects(
-            context.source, context.namespace, model=spec.model, optimizer=spec.optimizer, loader=spec.loader
-        )
+        self._computing = Computing(context, self._find_objects(), on_any(ranks))
+        self._objects = objects = self._computing.objects
         _check(objects)
         context.notes.extend(make_common(ranks, objects))
         groups = degrees.groups("tensor")
@@ -138,6 +137,7 @@ class TensorParallel(Strategy):
     def _install(self) -> None:
         """Hang everything onto the objects; `_undo` takes it off, last first."""
         spec, context = self.context.spec, self.context
+        self._undo += self._computing.install()
         for model in self._objects.models.values():
             self._hook(model.register_forward_pre_hook(self._before_call, with_kwargs=True))
             self._hook(model.register_forward_hook(self._after_call, with_kwargs=True))
@@ -152,6 +152,7 @@ class TensorParallel(Strategy):
             num_sharing=self._last.size,
         )
         self._engine = engine = StepEngine(self._data, self._objects, options, context.publisher)
+        engine.scaling = self._computing.precision.scaling
         self._synchronise_batchnorms(engine)
         engine.install()
         self._undo.append(engine.uninstall)
@@ -264,7 +265,7 @@ class TensorParallel(Strategy):
         finally:
             shards.put_back()
             self._axis.forget()
-        check_same(output, expected, self.context.ranks)
+        check_same(output, expected, self.context.ranks, self._computing.precision.dtype)
         self._plans[id(model)] = plan
         self._waiting.append(model)
         self.context.notes.append(
@@ -325,14 +326,13 @@ class TensorParallel(Strategy):
 
     def exit(self) -> None:
         """Leave the objects plain; after an error the parts are joined later."""
-        while self._undo:
-            self._undo.pop()()
+        self._uninstall()
         if self.context.publisher.is_trial:
             self._join(self._last)  # a trial is ended by an error of its own, on all ranks
         if self._shards is not None and not self._shards.is_empty:
             self._leave(self._shards)
         if self._engine is not None:
-            self.context.notes.extend(self._engine.notes)
+            self.context.notes.extend([*self._engine.notes, *self._computing.precision.told()])
             self._engine.close()
 
     def _leave(self, shards: Shards) -> None:
