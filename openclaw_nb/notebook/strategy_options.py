@@ -19,7 +19,7 @@ _BATCHES = (
     *("sync_frequency", "accumulate", "no_memory_pinning"),
     *("split", "reduction", "no_sync_batchnorm"),
 )
-# What is said of how each worker computes.
+# What is said of how each worker computes, under every strategy.
 _COMPUTING = (
     *("precision", "fp16_layers"),
     *("activation_checkpointing", "memory_pooling", "gpu_memory_fraction"),
@@ -27,23 +27,23 @@ _COMPUTING = (
 # What is not in a description, but in what every strategy cell is told.
 _OF_CELLS = ("split", "reduction", "no_sync_batchnorm")
 _TOGETHER = ("precision", "fp16_layers")
-_TAKES: Mapping[str, tuple[str, ...]] = {
+_OWN: Mapping[str, tuple[str, ...]] = {
     "data_parallel": (
-        *(*_BATCHES, *_COMPUTING),
+        *_BATCHES,
         *("mode", "fusion_buffer_size"),
         *("checkpoint", "checkpoint_every", "keep", "resume"),
     ),
-    "sharded": (*_BATCHES, *_COMPUTING, "shard_layers", "no_reshard_after_forward"),
-    "tensor_parallel": (*_BATCHES, *_COMPUTING, "tp", "tp_plan"),
-    "hybrid_parallel": (*_BATCHES, *_COMPUTING, "dp", "pp", "tp", "tp_plan"),
-    "model_parallel": (*_COMPUTING, "stages"),
-    "pipeline": (*_COMPUTING, "stages", "microbatches", "schedule"),
+    "sharded": (*_BATCHES, "shard_layers", "no_reshard_after_forward"),
+    "tensor_parallel": (*_BATCHES, "tp", "tp_plan"),
+    "hybrid_parallel": (*_BATCHES, "dp", "pp", "tp", "tp_plan"),
+    "model_parallel": ("stages",),
+    "pipeline": ("stages", "microbatches", "schedule"),
 }
+_TAKES = {name: (*_COMPUTING, *own) for name, own in _OWN.items()}
 # Why a strategy does not take one, where it can be told in a few words.
-_NO_WHOLE = "no worker has the whole state to write; save model.state_dict(), which is whole"
 _WHY_NOT: Mapping[str, Mapping[str, str]] = {
     "sharded": {
-        "checkpoint": _NO_WHOLE,
+        "checkpoint": "no worker has the whole state to write; save model.state_dict(), which is whole",
         "mode": "workers cannot make steps of their own with a shard each",
         "fusion_buffer_size": "gradients are reduced layer by layer (--shard-layers)",
     },

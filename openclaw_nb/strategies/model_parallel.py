@@ -50,7 +50,6 @@ class ModelParallelStrategy(Computing):
     devices: Sequence[str] | None = None
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         check_layers("model_layers", self.model_layers)
         check_stages(self.stages)
         if self.stages is not None and (self.model_layers is not None or self.device_mapping is not None):
@@ -62,6 +61,7 @@ class ModelParallelStrategy(Computing):
             raise UsageError(f"device_mapping is a dictionary of layers to devices, not {mapping!r}.")
         if mapping is not None and self.devices is None:
             object.__setattr__(self, "devices", list(dict.fromkeys(mapping.values())))
+        super().__post_init__()  # last: a coordinator's devices are those where none are given
 
     def spec(self, **cell: Any) -> StrategySpec:
         """Return what the workers are told.

@@ -151,7 +151,7 @@ class ModelParallel(Strategy):
         self.context.notes.append(_ENDED_EARLY)
 
     def _is_here(self, layer: nn.Module) -> bool:
-        """Whether this rank runs a layer: of all that is in no part, the last one does, which runs the code to its end."""
+        """Whether this rank runs a layer: the last one runs what is in no part, as it runs the code to its end."""
         owner = self._layout.owner_of(layer)
         return self.context.ranks.rank == (self._layout.owners[-1] if owner is None else owner)
 
