@@ -7,7 +7,7 @@ strategy makes. What may differ, and by how much, is said with each strategy bel
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -23,6 +23,7 @@ from openclaw_nb.strategies import (
     ShardedDataParallelStrategy,
     TensorParallelStrategy,
 )
+from openclaw_nb.strategies.precision import Precision
 
 from .conftest import HANG_SECONDS, Lab, single_device
 from .test_data_parallel import LOOP, STATE, refusal
@@ -282,7 +283,7 @@ def test_a_block_is_not_cut_where_it_is_computed_twice(lab: Lab, name: str) -> N
 @pytest.mark.parametrize("name", ["sharded", "model_parallel", "pipeline"])
 def test_blocks_computed_twice_take_less_memory(lab: Lab, name: str) -> None:
     """Each rank's inside of blocks is 64 MiB, as of 8 blocks by 2048 samples, or of 4 by all 4096."""
-    case, peaks = CASES[name], []
+    case, peaks = replace(CASES[name], options={}), []
     for asked in (False, True):
         train(lab, case, BLOCKS + EXACT, PEAK, activation_checkpointing=asked)
         peaks.append(max(lab.pull("peak", rank) for rank in case.ranks))
@@ -304,3 +305,30 @@ def test_linear_layers_alone_compute_in_16_bits(lab: Lab, name: str) -> None:
     # As far from float32 as 16 bits in the whole model are.
     unit = 2**-9 * apart(plain, begin)
     assert 0.2 * unit < apart(lab.pull("state"), plain) < 8 * unit
+
+
+@pytest.mark.soak
+@every
+def test_float16_itself_is_single_device_training_under_autocast(lab: Lab, name: str) -> None:
+    """Also where a CPU emulates it. The scale is as large as these gradients bear: below 2**-14 they lose digits."""
+    case = CASES[name]
+    lab.good(
+        "import torch, openclaw_nb.engine.precision.cell as cell\nusable = cell.usable_dtype\n"
+        "cell.usable_dtype = lambda name, device: (torch.float16, '')",
+        targets=case.ranks,
+    )
+    try:
+        result = train(lab, case, SETUP, LOOP + STATE, precision=Precision("fp16", scaler=16384))
+    finally:
+        lab.good("cell.usable_dtype = usable", targets=case.ranks)
+    skipped = next(note for note in result.notes if "skipped" in note)
+    assert "0 of 10 steps" in skipped
+    assert apart(lab.pull("state", 0), lab.pull("state", case.num_workers - 1)) == 0.0
+    loop = AUTOCAST.replace("bfloat16", "float16").replace("part.backward()", "(part * 16384).backward()")
+    loop = loop.replace(
+        "        optimizer.step()",
+        "        for p in model.parameters(): p.grad /= 16384\n        optimizer.step()",
+    )
+    expected = single_device(SETUP, f"PARTS = {case.parts}" + loop + STATE)["state"]
+    begin = single_device(SETUP, STATE)["state"]
+    assert apart(lab.pull("state"), expected) <= case.units * 2**-12 * apart(expected, begin)
