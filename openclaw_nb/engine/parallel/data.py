@@ -19,7 +19,6 @@ from openclaw_nb.engine.objects.find import Objects
 from openclaw_nb.engine.parallel.base import CellContext, Strategy
 from openclaw_nb.engine.parallel.computing import Computing
 from openclaw_nb.engine.reentry import bookmark
-from openclaw_nb.engine.steps import batchnorm
 from openclaw_nb.engine.steps.averaging import LocalSteps
 from openclaw_nb.engine.steps.common import common_state, make_common, take_common
 from openclaw_nb.engine.steps.continuity import Continuity, Missed
@@ -51,7 +50,7 @@ class DataParallel(Strategy):
         super().__init__(context)
         self._engine: StepEngine | None = None
         self._splitter: LoaderSplitter | None = None
-        self._synchronises_batchnorms = False
+        self._has_common_statistics = False
         self._checkpointer: Checkpointer | None = None
 
     def enter(self) -> None:
@@ -94,18 +93,13 @@ class DataParallel(Strategy):
         engine = LocalSteps(*given) if local else StepEngine(*given, self.context.continuity)
         engine.scaling = self._computing.precision.scaling
         self._engine, self._objects = engine, objects
-        self._splitter = LoaderSplitter(
-            ranks,
-            engine,
-            fetching=publisher.clock.fetching,
-            common_only=options.split == "model",
-            only=list(objects.loaders.values()) if spec.loader else None,
-            loops=self.context.loops,
-            pinning=bool(spec.options.get("memory_pinning", True)),
-        )
+        self._splitter = self._split_loaders(engine, objects)
         if ranks.short_of_memory:
             self.context.notes.append(_SHORT)
-        self.context.notes.append(_LOCAL) if local else self._tell_batchnorms(objects)
+        if local:
+            self.context.notes.append(_LOCAL)
+        elif ranks.size > 1 or self.context.continuity.is_possible:
+            self._has_common_statistics = self._synchronises_batchnorms(objects)
         if self._checkpointer is not None:
             engine.at_rest = self._checkpointer.at_rest
         self._install()
@@ -115,9 +109,8 @@ class DataParallel(Strategy):
         assert self._engine is not None
         assert self._splitter is not None
         self._undo += self._computing.install()
-        if self._synchronises_batchnorms:
-            for model in self._objects.models.values():
-                self._undo.append(batchnorm.synchronise(model, self._engine.gather, self._engine.num_real))
+        if self._has_common_statistics:
+            self._synchronise_batchnorms(self._objects, self._engine)
         self._engine.install()
         self._undo.append(self._engine.uninstall)
         self._splitter.install()
@@ -263,20 +256,6 @@ class DataParallel(Strategy):
                     f"{every} batches between synchronisations are more than a pass of {name} has ({count}): "
                     "it is synchronised once a pass"
                 )
-
-    def _tell_batchnorms(self, objects: Objects) -> None:
-        """Decide whether BatchNorm layers use the whole batch, and say so."""
-        count = sum(batchnorm.count_batchnorms(model) for model in objects.models.values())
-        can_part = self.context.ranks.size > 1 or self.context.continuity.is_possible
-        if not count or not can_part:
-            return
-        self._synchronises_batchnorms = self.context.spec.sync_batchnorm
-        self.context.notes.append(
-            f"{count} BatchNorm layers use the statistics of the whole batch"
-            if self._synchronises_batchnorms
-            else f"{count} BatchNorm layers use each rank's own statistics (--no-sync-batchnorm): the result "
-            "differs from single-device training"
-        )
 
     def finish(self) -> None:
         """Let the engine conclude, and write the last checkpoint."""

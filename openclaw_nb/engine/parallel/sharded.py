@@ -24,10 +24,9 @@ from openclaw_nb.engine.sharding.host_files import PATIENCE_SECONDS, Ended, Host
 from openclaw_nb.engine.sharding.layers import choose_layers
 from openclaw_nb.engine.sharding.messages import ComparedAllGather, ComparedReduceScatter
 from openclaw_nb.engine.sharding.shards import Sharding
-from openclaw_nb.engine.steps import batchnorm, state
+from openclaw_nb.engine.steps import state
 from openclaw_nb.engine.steps.common import make_common
 from openclaw_nb.engine.steps.engine import StepOptions
-from openclaw_nb.engine.steps.loaders import LoaderSplitter
 from openclaw_nb.engine.steps.sharded import ShardedSteps
 
 _PATIENCE_OF_TRIALS_SECONDS = 30.0
@@ -122,21 +121,13 @@ class ShardedDataParallel(Strategy):
 
     def _install(self, objects: Objects, options: StepOptions) -> None:
         context = self.context
-        spec, ranks, publisher = context.spec, context.ranks, context.publisher
-        engine = ShardedSteps(ranks, objects, options, publisher, context.continuity)
+        engine = ShardedSteps(context.ranks, objects, options, context.publisher, context.continuity)
         engine.scaling = self._computing.precision.scaling
         self._engine = engine
-        splitter = LoaderSplitter(
-            ranks,
-            engine,
-            fetching=publisher.clock.fetching,
-            common_only=options.split == "model",
-            only=list(objects.loaders.values()) if spec.loader else None,
-            loops=context.loops,
-            pinning=bool(spec.options.get("memory_pinning", True)),
-        )
+        splitter = self._split_loaders(engine, objects)
         self._undo += self._computing.install()
-        self._synchronise_batchnorms(objects, engine)
+        if context.ranks.size > 1 and self._synchronises_batchnorms(objects):
+            self._synchronise_batchnorms(objects, engine)
         self._undo += whole.install(objects)
         for optimizer in objects.optimizers.values():
             self._undo.append(optimizer.register_step_post_hook(self._count_step).remove)
@@ -147,20 +138,6 @@ class ShardedDataParallel(Strategy):
 
     def _count_step(self, *_: Any) -> None:
         self._num_steps += 1
-
-    def _synchronise_batchnorms(self, objects: Objects, engine: ShardedSteps) -> None:
-        count = sum(batchnorm.count_batchnorms(model) for model in objects.models.values())
-        if not count or self.context.ranks.size == 1:
-            return
-        if not self.context.spec.sync_batchnorm:
-            self.context.notes.append(
-                f"{count} BatchNorm layers use each rank's own statistics (--no-sync-batchnorm): the result differs "
-                "from single-device training"
-            )
-            return
-        self.context.notes.append(f"{count} BatchNorm layers use the statistics of the whole batch")
-        for model in objects.models.values():
-            self._undo.append(batchnorm.synchronise(model, engine.gather, engine.num_real))
 
     def rest(self) -> None:
         """Take note that no batch is under way, at the head of a loop of the cell."""

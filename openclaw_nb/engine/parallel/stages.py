@@ -16,7 +16,6 @@ from openclaw_nb.engine.stages import shared
 from openclaw_nb.engine.stages.engine import StageEngine
 from openclaw_nb.engine.stages.layout import Layout, check_undivided, lay_out
 from openclaw_nb.engine.steps.common import make_common
-from openclaw_nb.engine.steps.loaders import LoaderSplitter
 from openclaw_nb.plan.stages import segments
 
 _DEVICE_BYTES = 64
@@ -36,6 +35,8 @@ class ModelParallel(Strategy):
         The cell; its options are those of `openclaw_nb.strategies.ModelParallelStrategy`.
     """
 
+    has_whole_batches = True
+
     def __init__(self, context: CellContext) -> None:
         super().__init__(context)
         self._engine: StageEngine | None = None
@@ -54,7 +55,7 @@ class ModelParallel(Strategy):
         RefusedError
             When the model cannot be cut so.
         """
-        context, spec = self.context, self.context.spec
+        context = self.context
         objects = self._find_objects()
         model = objects.model
         self._computing = Computing(context, objects)
@@ -65,14 +66,7 @@ class ModelParallel(Strategy):
         engine = StageEngine(context.ranks, objects, layout, self.num_microbatches, context.publisher)
         engine.scaling = self._computing.precision.scaling
         self._engine = engine
-        splitter = LoaderSplitter(
-            context.ranks,
-            engine,
-            fetching=context.publisher.clock.fetching,
-            common_only=True,
-            only=list(objects.loaders.values()) if spec.loader else None,
-            loops=context.loops,
-        )
+        splitter = self._split_loaders(engine, objects)
         context.notes.append("; ".join(layout.describe(rank) for rank in range(context.ranks.size)))
         self._tell_shared(layout)
         self._tell_dropout(model)

@@ -30,10 +30,9 @@ from openclaw_nb.engine.loss.record import map_tensors
 from openclaw_nb.engine.objects.find import Objects
 from openclaw_nb.engine.parallel.base import CellContext, Strategy
 from openclaw_nb.engine.parallel.computing import Computing, on_any
-from openclaw_nb.engine.steps import batchnorm, randomness
+from openclaw_nb.engine.steps import randomness
 from openclaw_nb.engine.steps.common import make_common
 from openclaw_nb.engine.steps.engine import StepEngine, StepOptions
-from openclaw_nb.engine.steps.loaders import LoaderSplitter
 from openclaw_nb.engine.tensor.axis import TensorAxis
 from openclaw_nb.engine.tensor.compare import check_same
 from openclaw_nb.engine.tensor.find import Plan, find_plan, try_out
@@ -153,21 +152,14 @@ class TensorParallel(Strategy):
         )
         self._engine = engine = StepEngine(self._data, self._objects, options, context.publisher)
         engine.scaling = self._computing.precision.scaling
-        self._synchronise_batchnorms(engine)
+        if self._data.size > 1 and self._synchronises_batchnorms(self._objects):
+            self._synchronise_batchnorms(self._objects, engine)
         engine.install()
         self._undo.append(engine.uninstall)
         self._wrap_backward(is_open=True)
         for optimizer in self._objects.optimizers.values():
             self._open_for(optimizer)
-        splitter = LoaderSplitter(
-            self._data,
-            engine,
-            fetching=context.publisher.clock.fetching,
-            common_only=spec.split == "model",
-            only=list(self._objects.loaders.values()) if spec.loader else None,
-            loops=context.loops,
-            pinning=bool(spec.options.get("memory_pinning", True)),
-        )
+        splitter = self._split_loaders(engine, self._objects, self._data)
         splitter.install()
         self._undo.append(splitter.remove)
 
@@ -228,18 +220,6 @@ class TensorParallel(Strategy):
         for module in model.modules():
             if isinstance(module, nn.modules.batchnorm._BatchNorm):
                 self._hook(module.register_forward_pre_hook(join))
-
-    def _synchronise_batchnorms(self, engine: StepEngine) -> None:
-        models = self._objects.models.values()
-        count = sum(batchnorm.count_batchnorms(model) for model in models)
-        if not count or self._data.size == 1:
-            return
-        if not self.context.spec.sync_batchnorm:
-            self.context.notes.append(f"{count} BatchNorm layers use the statistics of a part of the batch")
-            return
-        for model in models:
-            self._undo.append(batchnorm.synchronise(model, engine.gather, engine.num_real))
-        self.context.notes.append(f"{count} BatchNorm layers use the statistics of the whole batch")
 
     # ---------------------------------------------------------------------------------- the model call
 
