@@ -19,15 +19,19 @@ _BATCHES = (
     *("sync_frequency", "accumulate", "no_memory_pinning"),
     *("split", "reduction", "no_sync_batchnorm"),
 )
+# What is said of how each worker computes, under every strategy.
+_COMPUTING = (
+    *("precision", "fp16_layers"),
+    *("activation_checkpointing", "memory_pooling", "gpu_memory_fraction"),
+)
 # What is not in a description, but in what every strategy cell is told.
 _OF_CELLS = ("split", "reduction", "no_sync_batchnorm")
 _TOGETHER = ("precision", "fp16_layers")
-_TAKES: Mapping[str, tuple[str, ...]] = {
+_OWN: Mapping[str, tuple[str, ...]] = {
     "data_parallel": (
         *_BATCHES,
         *("mode", "fusion_buffer_size"),
         *("checkpoint", "checkpoint_every", "keep", "resume"),
-        *("precision", "fp16_layers", "activation_checkpointing", "memory_pooling", "gpu_memory_fraction"),
     ),
     "sharded": (*_BATCHES, "shard_layers", "no_reshard_after_forward"),
     "tensor_parallel": (*_BATCHES, "tp", "tp_plan"),
@@ -35,14 +39,14 @@ _TAKES: Mapping[str, tuple[str, ...]] = {
     "model_parallel": ("stages",),
     "pipeline": ("stages", "microbatches", "schedule"),
 }
+_TAKES = {name: (*_COMPUTING, *own) for name, own in _OWN.items()}
 # Why a strategy does not take one, where it can be told in a few words.
-_WHY_NOT = {
-    (
-        "sharded",
-        "checkpoint",
-    ): "no worker has the whole state to write; save model.state_dict(), which is whole",
-    ("sharded", "mode"): "workers cannot make steps of their own with a shard each",
-    ("sharded", "fusion_buffer_size"): "gradients are reduced layer by layer (--shard-layers)",
+_WHY_NOT: Mapping[str, Mapping[str, str]] = {
+    "sharded": {
+        "checkpoint": "no worker has the whole state to write; save model.state_dict(), which is whole",
+        "mode": "workers cannot make steps of their own with a shard each",
+        "fusion_buffer_size": "gradients are reduced layer by layer (--shard-layers)",
+    },
 }
 
 
@@ -67,7 +71,7 @@ def refuse_others(name: str, given: argparse.Namespace, flags: Iterable[tuple[st
     for option, flag in flags:
         if _is_given(given, option) and option in of_strategies.difference(_TAKES[name]):
             takers = ", ".join(each for each, options in _TAKES.items() if option in options)
-            why = _WHY_NOT.get((name, option))
+            why = _WHY_NOT.get(name, {}).get(option)
             raise UsageError(
                 f"{flag} is no option of {name}, but of {takers}{'' if why is None else f': {why}'}."
             )
@@ -81,7 +85,7 @@ def describe(name: str, given: argparse.Namespace, defaults: CellDefaults | None
     UsageError
         For a value that cannot be.
     """
-    described: dict[str, Any] = _read_precision(given) if "precision" in _TAKES[name] else {}
+    described = _read_precision(given)
     for option in _TAKES[name]:
         if _is_given(given, option) and option not in (*_OF_CELLS, *_TOGETHER):
             value = getattr(given, option)

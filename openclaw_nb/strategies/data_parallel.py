@@ -10,16 +10,16 @@ from typing import Any, ClassVar
 from openclaw_nb.core.errors import UsageError, unknown_name
 from openclaw_nb.core.text import parse_size
 from openclaw_nb.plan.checkpoints import parse_every
+from openclaw_nb.plan.parallelism import check_degree
 from openclaw_nb.protocol.messages import StrategySpec
-from openclaw_nb.strategies.memory import Memory
-from openclaw_nb.strategies.precision import HasPrecision, Precision, read_precision
+from openclaw_nb.strategies.common import Computing
 
 MODES = ("gradient", "parameter")
 _SMALLEST_BUFFER = 1024
 
 
 @dataclass(frozen=True)
-class DataParallelStrategy:
+class DataParallelStrategy(Computing):
     """Every worker has the whole model and a part of each batch.
 
     Parameters
@@ -49,16 +49,8 @@ class DataParallelStrategy:
         How many of the newest checkpoints are kept.
     resume : bool
         Go on from the newest checkpoint of the directory, where the cell was; it begins when there is none.
-    precision : {"fp32", "bf16", "fp16"} or MixedPrecisionCoordinator
-        What the model's operations compute in; parameters, gradients and optimizers stay float32. With ``"fp16"`` the
-        loss is scaled, by one scale on all workers. A coordinator chooses layers, and its devices when none are given.
-    activation_checkpointing : bool, str or sequence of str
-        Keep only the inputs of the model's blocks for the backward pass, and compute the rest again there: True for the
-        elements of lists of blocks, or words for layers. The result is the same; memory is saved for time.
-    memory_pooling : bool
-        On a GPU, let torch's pool of memory grow in place, so that freed pieces of any size are used again.
-    gpu_memory_fraction : float, optional
-        On a GPU, the part of its memory that a worker may take.
+    **computing
+        Precision and memory: those of `openclaw_nb.strategies.common.Computing`.
 
     Raises
     ------
@@ -83,18 +75,12 @@ class DataParallelStrategy:
     checkpoint_every: int | str | None = None
     keep: int = 3
     resume: bool = False
-    precision: str | Precision | HasPrecision = "fp32"
-    activation_checkpointing: bool | str | Sequence[str] = False
-    memory_pooling: bool = False
-    gpu_memory_fraction: float | None = None
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.mode not in MODES:
             raise unknown_name("mode", self.mode, MODES)
-        for option in ("sync_frequency", "accumulate", "keep"):
-            value = getattr(self, option)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise UsageError(f"{option} is a whole number of at least 1, not {value!r}.")
+        check_degree("keep", self.keep)
         if self.checkpoint_every is not None:
             parse_every(self.checkpoint_every, "checkpoint_every")
         if self.checkpoint is not None and not str(self.checkpoint).strip():
@@ -106,13 +92,6 @@ class DataParallelStrategy:
                 f"fusion_buffer_size is a size of at least {_SMALLEST_BUFFER} bytes, such as '25MB', "
                 f"not {self.fusion_buffer_size!r}."
             )
-        _ = self._memory
-        object.__setattr__(self, "devices", self.devices or getattr(self.precision, "devices", None))
-        object.__setattr__(self, "precision", read_precision(self.precision))
-
-    @property
-    def _memory(self) -> Memory:
-        return Memory(self.activation_checkpointing, self.memory_pooling, self.gpu_memory_fraction)
 
     @property
     def buffer_bytes(self) -> int:
@@ -134,7 +113,7 @@ class DataParallelStrategy:
             "fusion_buffer_size": self.buffer_bytes,
             "memory_pinning": self.memory_pinning,
         }
-        options |= read_precision(self.precision).options() | self._memory.options()
+        options |= self.computing_options()
         if self.checkpoint is not None:
             options |= {"checkpoint": os.fspath(self.checkpoint), "keep": self.keep, "resume": self.resume}
             if self.checkpoint_every is not None:

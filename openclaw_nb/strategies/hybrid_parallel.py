@@ -9,13 +9,14 @@ from typing import Any, ClassVar
 from openclaw_nb.core.errors import UsageError
 from openclaw_nb.plan.parallelism import check_degree
 from openclaw_nb.protocol.messages import StrategySpec
+from openclaw_nb.strategies.common import Computing
 from openclaw_nb.strategies.tensor_parallel import check_plan
 
 _DEGREES = ("data_parallel_degree", "model_parallel_degree", "pipeline_degree", "tensor_parallel_degree")
 
 
 @dataclass(frozen=True)
-class HybridParallelStrategy:
+class HybridParallelStrategy(Computing):
     """Workers along several axes: batches are shared out along one, layers along the other.
 
     Parameters
@@ -32,6 +33,8 @@ class HybridParallelStrategy:
         As of `TensorParallelStrategy`.
     sync_frequency, accumulate : int
         How many batches make one step; both multiply.
+    **computing
+        Precision and memory: those of `openclaw_nb.strategies.common.Computing`.
 
     Raises
     ------
@@ -57,7 +60,8 @@ class HybridParallelStrategy:
     memory_pinning: bool = True
 
     def __post_init__(self) -> None:
-        for option in (*_DEGREES, "sync_frequency", "accumulate"):
+        super().__post_init__()
+        for option in _DEGREES:
             check_degree(option, getattr(self, option))
         check_plan(self.plan)
         for option in ("model_parallel_degree", "pipeline_degree"):
@@ -85,4 +89,5 @@ class HybridParallelStrategy:
         }
         if self.plan:
             options["plan"] = dict(self.plan)
+        options |= self.computing_options()
         return StrategySpec(name=self.name, options=options, **cell)

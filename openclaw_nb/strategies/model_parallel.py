@@ -8,10 +8,11 @@ from typing import Any, ClassVar
 
 from openclaw_nb.core.errors import UsageError
 from openclaw_nb.protocol.messages import StrategySpec
+from openclaw_nb.strategies.common import Computing
 
 
 @dataclass(frozen=True)
-class ModelParallelStrategy:
+class ModelParallelStrategy(Computing):
     """Each worker has some of the model's layers; a batch goes through all of them, forward and back.
 
     Parameters
@@ -27,6 +28,8 @@ class ModelParallelStrategy:
         The layers of each worker by rank, in place of the two above.
     devices : sequence of str, optional
         The devices whose workers take part; those of `device_mapping`, or all, when not given.
+    **computing
+        Precision and memory: those of `openclaw_nb.strategies.common.Computing`.
 
     Raises
     ------
@@ -58,6 +61,7 @@ class ModelParallelStrategy:
             raise UsageError(f"device_mapping is a dictionary of layers to devices, not {mapping!r}.")
         if mapping is not None and self.devices is None:
             object.__setattr__(self, "devices", list(dict.fromkeys(mapping.values())))
+        super().__post_init__()  # last: a coordinator's devices are those where none are given
 
     def spec(self, **cell: Any) -> StrategySpec:
         """Return what the workers are told.
@@ -74,6 +78,7 @@ class ModelParallelStrategy:
             options["device_mapping"] = dict(self.device_mapping)
         if self.stages is not None:
             options["stages"] = [list(stage) for stage in self.stages]
+        options |= self.computing_options()
         return StrategySpec(name=self.name, options=options, **cell)
 
 

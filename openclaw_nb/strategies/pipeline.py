@@ -8,13 +8,14 @@ from typing import Any, ClassVar
 
 from openclaw_nb.core.errors import UsageError, unknown_name
 from openclaw_nb.protocol.messages import StrategySpec
+from openclaw_nb.strategies.common import Computing
 from openclaw_nb.strategies.model_parallel import check_layers, check_stages
 
 SCHEDULES = ("gpipe",)
 
 
 @dataclass(frozen=True)
-class PipelineStrategy:
+class PipelineStrategy(Computing):
     """Each worker has consecutive layers; a batch is cut into micro-batches, so that workers work at the same time.
 
     Parameters
@@ -31,6 +32,8 @@ class PipelineStrategy:
         ``gpipe``: all micro-batches forward, then all back.
     devices : sequence of str, optional
         The devices whose workers take part; all when not given.
+    **computing
+        Precision and memory: those of `openclaw_nb.strategies.common.Computing`.
 
     Raises
     ------
@@ -52,6 +55,7 @@ class PipelineStrategy:
     devices: Sequence[str] | None = None
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         check_layers("model_layers", self.model_layers)
         check_stages(self.stages)
         if self.stages is not None and self.model_layers is not None:
@@ -77,4 +81,5 @@ class PipelineStrategy:
             options["model_layers"] = list(self.model_layers)
         if self.stages is not None:
             options["stages"] = [list(stage) for stage in self.stages]
+        options |= self.computing_options()
         return StrategySpec(name=self.name, options=options, **cell)

@@ -8,10 +8,11 @@ from typing import Any, ClassVar
 
 from openclaw_nb.core.errors import UsageError
 from openclaw_nb.protocol.messages import StrategySpec
+from openclaw_nb.strategies.common import Computing
 
 
 @dataclass(frozen=True)
-class ShardedDataParallelStrategy:
+class ShardedDataParallelStrategy(Computing):
     """Every worker has a shard of the parameters, gradients and optimizer state, and a part of each batch.
 
     Made real by PyTorch's FSDP2 (``fully_shard``). For models whose parameters, gradients and optimizer state do not
@@ -33,6 +34,8 @@ class ShardedDataParallelStrategy:
         memory and fewer messages.
     memory_pinning : bool
         Let loaders pin memory where they were made to; False saves memory of the host.
+    **computing
+        Precision and memory: those of `openclaw_nb.strategies.common.Computing`.
 
     Raises
     ------
@@ -55,10 +58,7 @@ class ShardedDataParallelStrategy:
     memory_pinning: bool = True
 
     def __post_init__(self) -> None:
-        for option in ("sync_frequency", "accumulate"):
-            value = getattr(self, option)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise UsageError(f"{option} is a whole number of at least 1, not {value!r}.")
+        super().__post_init__()
         if not all(isinstance(name, str) and name.strip() for name in self._layer_names()):
             raise UsageError(
                 "shard_layers names modules of the model, or classes of them, such as 'body.layers' or 'Block', not "
@@ -87,4 +87,5 @@ class ShardedDataParallelStrategy:
         }
         if names := [name.strip() for name in self._layer_names()]:
             options["shard_layers"] = names
+        options |= self.computing_options()
         return StrategySpec(name=self.name, options=options, **cell)

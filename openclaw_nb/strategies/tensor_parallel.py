@@ -9,12 +9,13 @@ from typing import Any, ClassVar
 from openclaw_nb.core.errors import UsageError, unknown_name
 from openclaw_nb.plan.parallelism import check_degree
 from openclaw_nb.protocol.messages import StrategySpec
+from openclaw_nb.strategies.common import Computing
 
 ROLES = ("column", "row", "heads")
 
 
 @dataclass(frozen=True)
-class TensorParallelStrategy:
+class TensorParallelStrategy(Computing):
     """Every worker has a part of each large layer, and sees the same batch.
 
     Parameters
@@ -30,6 +31,8 @@ class TensorParallelStrategy:
         model's first forward pass when not given.
     sync_frequency, accumulate : int
         How many batches make one step; both multiply.
+    **computing
+        Precision and memory: those of `openclaw_nb.strategies.common.Computing`.
 
     Raises
     ------
@@ -52,9 +55,9 @@ class TensorParallelStrategy:
     memory_pinning: bool = True
 
     def __post_init__(self) -> None:
-        for option in ("tensor_parallel_degree", "sync_frequency", "accumulate"):
-            if getattr(self, option) is not None:
-                check_degree(option, getattr(self, option))
+        super().__post_init__()
+        if self.tensor_parallel_degree is not None:
+            check_degree("tensor_parallel_degree", self.tensor_parallel_degree)
         check_plan(self.plan)
 
     def spec(self, **cell: Any) -> StrategySpec:
@@ -74,6 +77,7 @@ class TensorParallelStrategy:
             options["tensor_parallel_degree"] = self.tensor_parallel_degree
         if self.plan:
             options["plan"] = dict(self.plan)
+        options |= self.computing_options()
         return StrategySpec(name=self.name, options=options, **cell)
 
 

@@ -32,8 +32,8 @@ class Recompute:
 
     Attributes
     ----------
-    names : list of str
-        Names of the blocks.
+    blocks : dict of str to nn.Module
+        The blocks by name.
 
     Raises
     ------
@@ -42,14 +42,18 @@ class Recompute:
     """
 
     def __init__(self, models: Mapping[str, nn.Module], blocks: bool | Sequence[str]) -> None:
-        found = _chosen(models, blocks)
-        _check(found)
-        self._blocks, self.names = list(found.values()), list(found)
+        self.blocks = _chosen(models, blocks)
+        _check(self.blocks)
         self._undo: list[Callable[[], None]] = []
+
+    @property
+    def names(self) -> list[str]:
+        """Names of the blocks."""
+        return list(self.blocks)
 
     def install(self) -> None:
         """Begin, until `remove`."""
-        self._undo += [wrap_forward(block, _twice) for block in self._blocks]
+        self._undo += [wrap_forward(block, _twice) for block in self.blocks.values()]
 
     def remove(self) -> None:
         """Leave the blocks as they were."""

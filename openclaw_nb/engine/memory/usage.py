@@ -163,10 +163,14 @@ class _Found:
         for tensor in tensors:
             try:
                 storage = tensor.untyped_storage()
+                if (
+                    storage.device.type != self._device
+                ):  # "meta" for what only has a shape, such as torch's fakes
+                    continue
                 place = storage.data_ptr()
             except (RuntimeError, NotImplementedError):  # one without memory of its own
                 continue
-            if tensor.device.type == self._device and place and place not in self._seen:
+            if place and place not in self._seen:
                 self._seen.add(place)
                 size += storage.nbytes()
         return size

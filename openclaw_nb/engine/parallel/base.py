@@ -21,8 +21,12 @@ from typing import Any, Protocol
 
 from openclaw_nb.engine.group.ranks import Ranks
 from openclaw_nb.engine.group.unfinished import Unfinished
+from openclaw_nb.engine.objects.find import Objects, find_objects
 from openclaw_nb.engine.reentry.loops import Loops
+from openclaw_nb.engine.steps import batchnorm
 from openclaw_nb.engine.steps.continuity import Continuity
+from openclaw_nb.engine.steps.engine import StepEngine
+from openclaw_nb.engine.steps.loaders import LoaderSplitter, Steps
 from openclaw_nb.engine.steps.measure import Publisher
 from openclaw_nb.protocol.messages import StrategySpec
 
@@ -74,10 +78,72 @@ class Strategy:
     ----------
     context : CellContext
         The cell.
+
+    Attributes
+    ----------
+    has_whole_batches : bool
+        Whether every rank has each batch as a whole.
     """
+
+    has_whole_batches: bool = False
 
     def __init__(self, context: CellContext) -> None:
         self.context = context
+        self._undo: list[Callable[[], None]] = []
+
+    def _uninstall(self) -> None:
+        """Take off what was hung onto the objects, last first."""
+        while self._undo:
+            self._undo.pop()()
+
+    def _find_objects(self) -> Objects:
+        """Return the objects that the cell trains with; see `find_objects`."""
+        context, spec = self.context, self.context.spec
+        return find_objects(
+            context.source, context.namespace, model=spec.model, optimizer=spec.optimizer, loader=spec.loader
+        )
+
+    def _split_loaders(self, steps: Steps, objects: Objects, ranks: Ranks | None = None) -> LoaderSplitter:
+        """Return what gives each rank its part of the loaders' batches.
+
+        Parameters
+        ----------
+        steps : Steps
+            The step engine.
+        objects : Objects
+            The cell's.
+        ranks : Ranks, optional
+            Among which batches are shared out; all when not given.
+        """
+        context, spec = self.context, self.context.spec
+        return LoaderSplitter(
+            ranks or context.ranks,
+            steps,
+            fetching=context.publisher.clock.fetching,
+            common_only=spec.split == "model" or self.has_whole_batches,
+            only=list(objects.loaders.values()) if spec.loader else None,
+            loops=context.loops,
+            pinning=bool(spec.options.get("memory_pinning", True)),
+        )
+
+    def _synchronises_batchnorms(self, objects: Objects) -> bool:
+        """Whether BatchNorm layers take their statistics of the whole batch; it is said."""
+        count = sum(batchnorm.count_batchnorms(model) for model in objects.models.values())
+        if not count:
+            return False
+        synchronises = self.context.spec.sync_batchnorm
+        self.context.notes.append(
+            f"{count} BatchNorm layers use the statistics of the whole batch"
+            if synchronises
+            else f"{count} BatchNorm layers use each rank's own statistics (--no-sync-batchnorm): the result differs "
+            "from single-device training"
+        )
+        return synchronises
+
+    def _synchronise_batchnorms(self, objects: Objects, engine: StepEngine) -> None:
+        """Let BatchNorm layers take their statistics of the whole batch."""
+        for model in objects.models.values():
+            self._undo.append(batchnorm.synchronise(model, engine.gather, engine.num_real))
 
     def enter(self) -> None:
         """Prepare the objects for the cell."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,20 +15,16 @@ from openclaw_nb.engine.checkpoint.catalog import Checkpoint, find_newest
 from openclaw_nb.engine.checkpoint.checkpointer import Checkpointer, CheckpointOptions
 from openclaw_nb.engine.checkpoint.load import load_into, place_of
 from openclaw_nb.engine.checkpoint.store import Store
-from openclaw_nb.engine.memory.recompute import Recompute
-from openclaw_nb.engine.objects.find import Objects, find_objects
+from openclaw_nb.engine.objects.find import Objects
 from openclaw_nb.engine.parallel.base import CellContext, Strategy
-from openclaw_nb.engine.precision.cell import CellPrecision
+from openclaw_nb.engine.parallel.computing import Computing
 from openclaw_nb.engine.reentry import bookmark
-from openclaw_nb.engine.steps import batchnorm
 from openclaw_nb.engine.steps.averaging import LocalSteps
 from openclaw_nb.engine.steps.common import common_state, make_common, take_common
 from openclaw_nb.engine.steps.continuity import Continuity, Missed
 from openclaw_nb.engine.steps.engine import StepEngine, StepOptions
 from openclaw_nb.engine.steps.loaders import LoaderSplitter
 from openclaw_nb.engine.steps.reducer import BUCKET_BYTES
-from openclaw_nb.strategies.memory import Memory
-from openclaw_nb.strategies.precision import Precision
 
 _LOCAL = (
     "each worker takes steps of its own, with its own loss and BatchNorm statistics; parameters are averaged every "
@@ -52,10 +48,9 @@ class DataParallel(Strategy):
 
     def __init__(self, context: CellContext) -> None:
         super().__init__(context)
-        self._undo: list[Callable[[], None]] = []
         self._engine: StepEngine | None = None
         self._splitter: LoaderSplitter | None = None
-        self._synchronises_batchnorms = False
+        self._has_common_statistics = False
         self._checkpointer: Checkpointer | None = None
 
     def enter(self) -> None:
@@ -66,15 +61,8 @@ class DataParallel(Strategy):
         RefusedError
             When the cell cannot be run with the single-device result.
         """
-        spec = self.context.spec
-        objects = find_objects(
-            self.context.source,
-            self.context.namespace,
-            model=spec.model,
-            optimizer=spec.optimizer,
-            loader=spec.loader,
-        )
-        objects = self._take_precision(objects)
+        objects = self._find_objects()
+        objects = self._take_computing(objects)
         options = self._options()
         if options.batches_per_step > 1 and any("loader" not in b.callee.lower() for b in objects.built):
             raise RefusedError(
@@ -86,22 +74,16 @@ class DataParallel(Strategy):
         self._tell_short_passes(objects, options)
         self._prepare(objects, options)
 
-    def _take_precision(self, objects: Objects) -> Objects:
+    def _take_computing(self, objects: Objects) -> Objects:
         """Find what computes in which precision, and what is computed twice; return the objects, with their scale."""
-        options, is_trial = self.context.spec.options, self.context.publisher.is_trial
-        self._precision = CellPrecision(Precision.told(options), objects, is_trial=is_trial)
-        if self._precision.scaling.scale is not None and options.get("mode") == "parameter":
+        self._computing = Computing(self.context, objects)
+        local = self.context.spec.options.get("mode") == "parameter"
+        if local and self._computing.precision.scaling.scale is not None:
             raise RefusedError(
                 "With --mode parameter ranks overflow by themselves, and there is no one loss scale: use --precision "
                 "bf16, or a torch.amp.GradScaler in the cell, whose smallest scale is taken at each average."
             )
-        self._recompute = Recompute(objects.models, Memory.told(options).activation_checkpointing)
-        self.context.notes.extend(self._precision.notes)
-        if names := self._recompute.names:
-            self.context.notes.append(
-                f"{len(names)} blocks are computed a second time in the backward pass, and not kept: {', '.join(names)}"
-            )
-        return self._precision.objects
+        return self._computing.objects
 
     def _prepare(self, objects: Objects, options: StepOptions) -> None:
         """Make the step engine of these objects, and hang it onto them."""
@@ -109,20 +91,15 @@ class DataParallel(Strategy):
         local = spec.options.get("mode") == "parameter"
         given = (ranks, objects, options, publisher)
         engine = LocalSteps(*given) if local else StepEngine(*given, self.context.continuity)
-        engine.scaling = self._precision.scaling
+        engine.scaling = self._computing.precision.scaling
         self._engine, self._objects = engine, objects
-        self._splitter = LoaderSplitter(
-            ranks,
-            engine,
-            fetching=publisher.clock.fetching,
-            common_only=options.split == "model",
-            only=list(objects.loaders.values()) if spec.loader else None,
-            loops=self.context.loops,
-            pinning=bool(spec.options.get("memory_pinning", True)),
-        )
+        self._splitter = self._split_loaders(engine, objects)
         if ranks.short_of_memory:
             self.context.notes.append(_SHORT)
-        self.context.notes.append(_LOCAL) if local else self._tell_batchnorms(objects)
+        if local:
+            self.context.notes.append(_LOCAL)
+        elif ranks.size > 1 or self.context.continuity.is_possible:
+            self._has_common_statistics = self._synchronises_batchnorms(objects)
         if self._checkpointer is not None:
             engine.at_rest = self._checkpointer.at_rest
         self._install()
@@ -131,20 +108,13 @@ class DataParallel(Strategy):
         """Hang everything onto the objects; `_undo` takes it off, last first."""
         assert self._engine is not None
         assert self._splitter is not None
-        for each in (self._precision, self._recompute):
-            each.install()
-            self._undo.append(each.remove)
-        if self._synchronises_batchnorms:
-            for model in self._objects.models.values():
-                self._undo.append(batchnorm.synchronise(model, self._engine.gather, self._engine.num_real))
+        self._undo += self._computing.install()
+        if self._has_common_statistics:
+            self._synchronise_batchnorms(self._objects, self._engine)
         self._engine.install()
         self._undo.append(self._engine.uninstall)
         self._splitter.install()
         self._undo.append(self._splitter.remove)
-
-    def _uninstall(self) -> None:
-        while self._undo:
-            self._undo.pop()()
 
     # ------------------------------------------------------------------------------------ newcomers
 
@@ -189,7 +159,7 @@ class DataParallel(Strategy):
 
     def import_state(self, state: dict[str, Any]) -> None:
         """Hang a step engine onto the objects that another rank has exported."""
-        objects = self._take_precision(state["objects"])
+        objects = self._take_computing(state["objects"])
         self._checkpointer = self._open_checkpoints(objects, is_newcomer=True)
         self._prepare(objects, self._options())
         for parameter, gradient in zip(self._parameters(), state["gradients"], strict=True):
@@ -287,20 +257,6 @@ class DataParallel(Strategy):
                     "it is synchronised once a pass"
                 )
 
-    def _tell_batchnorms(self, objects: Objects) -> None:
-        """Decide whether BatchNorm layers use the whole batch, and say so."""
-        count = sum(batchnorm.count_batchnorms(model) for model in objects.models.values())
-        can_part = self.context.ranks.size > 1 or self.context.continuity.is_possible
-        if not count or not can_part:
-            return
-        self._synchronises_batchnorms = self.context.spec.sync_batchnorm
-        self.context.notes.append(
-            f"{count} BatchNorm layers use the statistics of the whole batch"
-            if self._synchronises_batchnorms
-            else f"{count} BatchNorm layers use each rank's own statistics (--no-sync-batchnorm): the result "
-            "differs from single-device training"
-        )
-
     def finish(self) -> None:
         """Let the engine conclude, and write the last checkpoint."""
         if self._engine is not None:
@@ -314,7 +270,7 @@ class DataParallel(Strategy):
         """Take everything off again, last first."""
         self._uninstall()
         if self._engine is not None:
-            self.context.notes.extend([*self._engine.notes, *self._precision.told()])
+            self.context.notes.extend([*self._engine.notes, *self._computing.precision.told()])
             self._engine.close()
         if self._checkpointer is not None:
             self._checkpointer.close()

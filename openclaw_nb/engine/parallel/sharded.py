@@ -8,7 +8,6 @@ the cell is put back, of which each rank has kept its part in a file (`sharding.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,18 +15,18 @@ import torch.distributed as dist
 
 from openclaw_nb.core.errors import RefusedError
 from openclaw_nb.engine.group.collectives import ReleasableGroup
-from openclaw_nb.engine.objects.find import Objects, find_objects
+from openclaw_nb.engine.objects.find import Objects
 from openclaw_nb.engine.objects.names import cell_names
 from openclaw_nb.engine.parallel.base import CellContext, Strategy
+from openclaw_nb.engine.parallel.computing import Computing, on_any
 from openclaw_nb.engine.sharding import checks, whole
 from openclaw_nb.engine.sharding.host_files import PATIENCE_SECONDS, Ended, HostFiles
 from openclaw_nb.engine.sharding.layers import choose_layers
 from openclaw_nb.engine.sharding.messages import ComparedAllGather, ComparedReduceScatter
 from openclaw_nb.engine.sharding.shards import Sharding
-from openclaw_nb.engine.steps import batchnorm, state
+from openclaw_nb.engine.steps import state
 from openclaw_nb.engine.steps.common import make_common
 from openclaw_nb.engine.steps.engine import StepOptions
-from openclaw_nb.engine.steps.loaders import LoaderSplitter
 from openclaw_nb.engine.steps.sharded import ShardedSteps
 
 _PATIENCE_OF_TRIALS_SECONDS = 30.0
@@ -44,7 +43,6 @@ class ShardedDataParallel(Strategy):
 
     def __init__(self, context: CellContext) -> None:
         super().__init__(context)
-        self._undo: list[Callable[[], None]] = []
         self._sharding: Sharding | None = None
         self._files: HostFiles | None = None
         self._engine: ShardedSteps | None = None
@@ -60,13 +58,9 @@ class ShardedDataParallel(Strategy):
             When the cell cannot be run with the single-device result.
         """
         spec, ranks = self.context.spec, self.context.ranks
-        objects = find_objects(
-            self.context.source,
-            self.context.namespace,
-            model=spec.model,
-            optimizer=spec.optimizer,
-            loader=spec.loader,
-        )
+        objects = self._find_objects()
+        self._computing = Computing(self.context, objects, on_any(ranks))
+        objects = self._computing.objects
         options = self._options(objects)
         checks.check(objects)
         asked = spec.options.get("shard_layers") or ()
@@ -127,19 +121,13 @@ class ShardedDataParallel(Strategy):
 
     def _install(self, objects: Objects, options: StepOptions) -> None:
         context = self.context
-        spec, ranks, publisher = context.spec, context.ranks, context.publisher
-        engine = ShardedSteps(ranks, objects, options, publisher, context.continuity)
+        engine = ShardedSteps(context.ranks, objects, options, context.publisher, context.continuity)
+        engine.scaling = self._computing.precision.scaling
         self._engine = engine
-        splitter = LoaderSplitter(
-            ranks,
-            engine,
-            fetching=publisher.clock.fetching,
-            common_only=options.split == "model",
-            only=list(objects.loaders.values()) if spec.loader else None,
-            loops=context.loops,
-            pinning=bool(spec.options.get("memory_pinning", True)),
-        )
-        self._synchronise_batchnorms(objects, engine)
+        splitter = self._split_loaders(engine, objects)
+        self._undo += self._computing.install()
+        if context.ranks.size > 1 and self._synchronises_batchnorms(objects):
+            self._synchronise_batchnorms(objects, engine)
         self._undo += whole.install(objects)
         for optimizer in objects.optimizers.values():
             self._undo.append(optimizer.register_step_post_hook(self._count_step).remove)
@@ -150,20 +138,6 @@ class ShardedDataParallel(Strategy):
 
     def _count_step(self, *_: Any) -> None:
         self._num_steps += 1
-
-    def _synchronise_batchnorms(self, objects: Objects, engine: ShardedSteps) -> None:
-        count = sum(batchnorm.count_batchnorms(model) for model in objects.models.values())
-        if not count or self.context.ranks.size == 1:
-            return
-        if not self.context.spec.sync_batchnorm:
-            self.context.notes.append(
-                f"{count} BatchNorm layers use each rank's own statistics (--no-sync-batchnorm): the result differs "
-                "from single-device training"
-            )
-            return
-        self.context.notes.append(f"{count} BatchNorm layers use the statistics of the whole batch")
-        for model in objects.models.values():
-            self._undo.append(batchnorm.synchronise(model, engine.gather, engine.num_real))
 
     def rest(self) -> None:
         """Take note that no batch is under way, at the head of a loop of the cell."""
@@ -183,13 +157,12 @@ class ShardedDataParallel(Strategy):
         """Take everything off again, and leave the objects plain and whole."""
         if self._files is not None:
             self._files.stop_watching()
-        while self._undo:
-            self._undo.pop()()
+        self._uninstall()
         try:
             self._give_back()
         finally:
             if self._engine is not None:
-                self.context.notes.extend(self._engine.notes)
+                self.context.notes.extend([*self._engine.notes, *self._computing.precision.told()])
                 self._engine.close()
             if self._files is not None:
                 self._files.close()

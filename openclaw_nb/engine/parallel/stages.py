@@ -10,13 +10,12 @@ from torch import nn
 
 from openclaw_nb.core.errors import RefusedError, unknown_name
 from openclaw_nb.engine.group.unfinished import Unfinished
-from openclaw_nb.engine.objects.find import find_objects
 from openclaw_nb.engine.parallel.base import CellContext, Strategy
+from openclaw_nb.engine.parallel.computing import Computing
 from openclaw_nb.engine.stages import shared
 from openclaw_nb.engine.stages.engine import StageEngine
-from openclaw_nb.engine.stages.layout import Layout, lay_out
+from openclaw_nb.engine.stages.layout import Layout, check_undivided, lay_out
 from openclaw_nb.engine.steps.common import make_common
-from openclaw_nb.engine.steps.loaders import LoaderSplitter
 from openclaw_nb.plan.stages import segments
 
 _DEVICE_BYTES = 64
@@ -36,10 +35,11 @@ class ModelParallel(Strategy):
         The cell; its options are those of `openclaw_nb.strategies.ModelParallelStrategy`.
     """
 
+    has_whole_batches = True
+
     def __init__(self, context: CellContext) -> None:
         super().__init__(context)
         self._engine: StageEngine | None = None
-        self._splitter: LoaderSplitter | None = None
         self._is_finished = False
 
     @property
@@ -55,28 +55,26 @@ class ModelParallel(Strategy):
         RefusedError
             When the model cannot be cut so.
         """
-        context, spec = self.context, self.context.spec
-        objects = find_objects(
-            context.source, context.namespace, model=spec.model, optimizer=spec.optimizer, loader=spec.loader
-        )
-        layout = self._lay_out(objects.model)
+        context = self.context
+        objects = self._find_objects()
+        model = objects.model
+        self._computing = Computing(context, objects)
+        objects = self._computing.objects
+        self._layout = layout = self._lay_out(model)
         self.check(layout)
         context.notes.extend(make_common(context.ranks, objects))
         engine = StageEngine(context.ranks, objects, layout, self.num_microbatches, context.publisher)
+        engine.scaling = self._computing.precision.scaling
         self._engine = engine
-        self._splitter = LoaderSplitter(
-            context.ranks,
-            engine,
-            fetching=context.publisher.clock.fetching,
-            common_only=True,
-            only=list(objects.loaders.values()) if spec.loader else None,
-            loops=context.loops,
-        )
+        splitter = self._split_loaders(engine, objects)
         context.notes.append("; ".join(layout.describe(rank) for rank in range(context.ranks.size)))
         self._tell_shared(layout)
-        self._tell_dropout(objects.model)
+        self._tell_dropout(model)
+        self._undo += self._computing.install()
+        self._undo.append(engine.remove)
         engine.install()
-        self._splitter.install()
+        self._undo.append(splitter.remove)
+        splitter.install()
 
     def check(self, layout: Layout) -> None:
         """Refuse layers that this strategy cannot run."""
@@ -86,7 +84,17 @@ class ModelParallel(Strategy):
         mapping: Mapping[str, str] | None = options.get("device_mapping")
         ranks_of = None if mapping is None else self._ranks_of(mapping)
         layers = options.get("model_layers") or (None if mapping is None else list(mapping))
-        return lay_out(model, size, layers=layers, groups=options.get("stages"), ranks_of=ranks_of)
+        blocks = self._computing.blocks
+        layout = lay_out(
+            model,
+            size,
+            layers=layers,
+            groups=options.get("stages"),
+            ranks_of=ranks_of,
+            undivided=list(blocks.values()),
+        )
+        check_undivided(layout, blocks)
+        return layout
 
     def _ranks_of(self, mapping: Mapping[str, str]) -> dict[str, int]:
         own = os.environ.get("OPENCLAW_DEVICE", "").encode()[:_DEVICE_BYTES].ljust(_DEVICE_BYTES, b"\0")
@@ -114,16 +122,17 @@ class ModelParallel(Strategy):
     def finish(self) -> None:
         """Give every rank all trained layers."""
         if self._engine is not None:
-            self._remove()
+            self._uninstall()
             self._engine.share()
             self._is_finished = True
 
     def exit(self) -> None:
         """Take everything off again; what could not be shared is left for the next group."""
+        self._uninstall()
         engine = self._engine
         if engine is None:
             return
-        self._remove()
+        self.context.notes.extend(self._computing.precision.told(self._is_here))
         engine.close()
         if not self._is_finished and self.context.ranks.size > 1 and not self.context.publisher.is_trial:
             self._leave(engine)
@@ -135,12 +144,10 @@ class ModelParallel(Strategy):
         self.context.leave_unfinished(what)
         self.context.notes.append(_ENDED_EARLY)
 
-    def _remove(self) -> None:
-        if self._splitter is not None:
-            self._splitter.remove()
-            self._splitter = None
-        if self._engine is not None:
-            self._engine.remove()
+    def _is_here(self, layer: nn.Module) -> bool:
+        """Whether this rank runs a layer: the last one runs what is in no part, as it runs the code to its end."""
+        owner = self._layout.owner_of(layer)
+        return self.context.ranks.rank == (self._layout.owners[-1] if owner is None else owner)
 
 
 class Pipeline(ModelParallel):

@@ -27,12 +27,12 @@ from openclaw_nb.core.errors import OpenClawError, RefusedError, UsageError
 from openclaw_nb.engine.group.ranks import Ranks
 from openclaw_nb.engine.group.unfinished import Unfinished
 from openclaw_nb.engine.loss.record import map_tensors
-from openclaw_nb.engine.objects.find import Objects, find_objects
+from openclaw_nb.engine.objects.find import Objects
 from openclaw_nb.engine.parallel.base import CellContext, Strategy
-from openclaw_nb.engine.steps import batchnorm, randomness
+from openclaw_nb.engine.parallel.computing import Computing, on_any
+from openclaw_nb.engine.steps import randomness
 from openclaw_nb.engine.steps.common import make_common
 from openclaw_nb.engine.steps.engine import StepEngine, StepOptions
-from openclaw_nb.engine.steps.loaders import LoaderSplitter
 from openclaw_nb.engine.tensor.axis import TensorAxis
 from openclaw_nb.engine.tensor.compare import check_same
 from openclaw_nb.engine.tensor.find import Plan, find_plan, try_out
@@ -75,7 +75,6 @@ class TensorParallel(Strategy):
 
     def __init__(self, context: CellContext) -> None:
         super().__init__(context)
-        self._undo: list[Callable[[], None]] = []
         self._engine: StepEngine | None = None
         self._shards: Shards | None = None
         self._plans: dict[int, Plan] = {}
@@ -105,11 +104,10 @@ class TensorParallel(Strategy):
         UsageError
             When the degrees do not fit the ranks.
         """
-        context, spec, ranks = self.context, self.context.spec, self.context.ranks
+        context, ranks = self.context, self.context.ranks
         degrees = self.degrees()
-        self._objects = objects = find_objects(
-            context.source, context.namespace, model=spec.model, optimizer=spec.optimizer, loader=spec.loader
-        )
+        self._computing = Computing(context, self._find_objects(), on_any(ranks))
+        self._objects = objects = self._computing.objects
         _check(objects)
         context.notes.extend(make_common(ranks, objects))
         groups = degrees.groups("tensor")
@@ -138,6 +136,7 @@ class TensorParallel(Strategy):
     def _install(self) -> None:
         """Hang everything onto the objects; `_undo` takes it off, last first."""
         spec, context = self.context.spec, self.context
+        self._undo += self._computing.install()
         for model in self._objects.models.values():
             self._hook(model.register_forward_pre_hook(self._before_call, with_kwargs=True))
             self._hook(model.register_forward_hook(self._after_call, with_kwargs=True))
@@ -152,21 +151,15 @@ class TensorParallel(Strategy):
             num_sharing=self._last.size,
         )
         self._engine = engine = StepEngine(self._data, self._objects, options, context.publisher)
-        self._synchronise_batchnorms(engine)
+        engine.scaling = self._computing.precision.scaling
+        if self._data.size > 1 and self._synchronises_batchnorms(self._objects):
+            self._synchronise_batchnorms(self._objects, engine)
         engine.install()
         self._undo.append(engine.uninstall)
         self._wrap_backward(is_open=True)
         for optimizer in self._objects.optimizers.values():
             self._open_for(optimizer)
-        splitter = LoaderSplitter(
-            self._data,
-            engine,
-            fetching=context.publisher.clock.fetching,
-            common_only=spec.split == "model",
-            only=list(self._objects.loaders.values()) if spec.loader else None,
-            loops=context.loops,
-            pinning=bool(spec.options.get("memory_pinning", True)),
-        )
+        splitter = self._split_loaders(engine, self._objects, self._data)
         splitter.install()
         self._undo.append(splitter.remove)
 
@@ -228,18 +221,6 @@ class TensorParallel(Strategy):
             if isinstance(module, nn.modules.batchnorm._BatchNorm):
                 self._hook(module.register_forward_pre_hook(join))
 
-    def _synchronise_batchnorms(self, engine: StepEngine) -> None:
-        models = self._objects.models.values()
-        count = sum(batchnorm.count_batchnorms(model) for model in models)
-        if not count or self._data.size == 1:
-            return
-        if not self.context.spec.sync_batchnorm:
-            self.context.notes.append(f"{count} BatchNorm layers use the statistics of a part of the batch")
-            return
-        for model in models:
-            self._undo.append(batchnorm.synchronise(model, engine.gather, engine.num_real))
-        self.context.notes.append(f"{count} BatchNorm layers use the statistics of the whole batch")
-
     # ---------------------------------------------------------------------------------- the model call
 
     def _before_call(self, model: nn.Module, args: Any, kwargs: Any) -> None:
@@ -264,7 +245,7 @@ class TensorParallel(Strategy):
         finally:
             shards.put_back()
             self._axis.forget()
-        check_same(output, expected, self.context.ranks)
+        check_same(output, expected, self.context.ranks, self._computing.precision.dtype)
         self._plans[id(model)] = plan
         self._waiting.append(model)
         self.context.notes.append(
@@ -325,14 +306,13 @@ class TensorParallel(Strategy):
 
     def exit(self) -> None:
         """Leave the objects plain; after an error the parts are joined later."""
-        while self._undo:
-            self._undo.pop()()
+        self._uninstall()
         if self.context.publisher.is_trial:
             self._join(self._last)  # a trial is ended by an error of its own, on all ranks
         if self._shards is not None and not self._shards.is_empty:
             self._leave(self._shards)
         if self._engine is not None:
-            self.context.notes.extend(self._engine.notes)
+            self.context.notes.extend([*self._engine.notes, *self._computing.precision.told()])
             self._engine.close()
 
     def _leave(self, shards: Shards) -> None:

@@ -34,14 +34,14 @@ class Casting:
 
     Attributes
     ----------
-    idle : set of str
-        Modules that were never called so far.
+    idle : dict of str to nn.Module
+        Those that were never called so far.
     """
 
     def __init__(self, modules: Mapping[str, nn.Module], dtype: torch.dtype, device_type: str) -> None:
         self._modules, self._dtype, self._device_type = dict(modules), dtype, device_type
         self._undo: list[Callable[[], None]] = []
-        self.idle = set(modules)
+        self.idle = dict(modules)
 
     def install(self) -> None:
         """Begin, until `remove`."""
@@ -55,7 +55,7 @@ class Casting:
 
     def _around(self, name: str) -> Callable[..., Any]:
         def around(inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-            self.idle.discard(name)
+            self.idle.pop(name, None)
             with torch.autocast(self._device_type, dtype=self._dtype):
                 output = inner(*args, **kwargs)
             return map_tensors(self._widened, output)

@@ -11,7 +11,7 @@ precision and wires them; does not know batches.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 import torch
@@ -83,13 +83,23 @@ class Cast:
         if self._casting is not None:
             self._casting.remove()
 
-    def idle(self) -> list[str]:
-        """Return a line that names the layers that were asked for and never called; none when there are none."""
-        if self._casting is None or not self._of_layers or not self._casting.idle:
+    def idle(self, is_here: Callable[[nn.Module], bool] | None = None) -> list[str]:
+        """Return a line that names the layers that were asked for and never called; none when there are none.
+
+        Parameters
+        ----------
+        is_here : callable, optional
+            Tells of a layer whether this rank would have called it; it would have when not given.
+        """
+        if self._casting is None or not self._of_layers:
+            return []
+        names = sorted(
+            name for name, layer in self._casting.idle.items() if is_here is None or is_here(layer)
+        )
+        if not names:
             return []
         return [
-            f"these layers were never called as such, so that they computed in float32: "
-            f"{', '.join(sorted(self._casting.idle))}"
+            f"these layers were never called as such, so that they computed in float32: {', '.join(names)}"
         ]
 
 
@@ -104,6 +114,8 @@ class CellPrecision:
         The cell's.
     is_trial : bool
         Whether the steps are only tried: the scale that the next cell goes on with stays as it is.
+    agree : callable, optional
+        Returns whether an overflow was on any rank; not needed where ranks have the same gradients.
 
     Attributes
     ----------
@@ -111,15 +123,24 @@ class CellPrecision:
         The cell's, with the loss scale, if there is one, among the scalers.
     scaling : Unscaled
         What its backward passes are scaled by.
+    dtype : torch.dtype
+        What they compute in; float32 when nothing is asked for.
     notes : list of str
         Lines for the person.
     """
 
-    def __init__(self, precision: Precision, objects: Objects, *, is_trial: bool = False) -> None:
+    def __init__(
+        self,
+        precision: Precision,
+        objects: Objects,
+        *,
+        is_trial: bool = False,
+        agree: Callable[[bool], bool] | None = None,
+    ) -> None:
         self._cast = Cast(precision, objects.models)
-        self.notes = self._cast.notes
+        self.notes, self.dtype = self._cast.notes, self._cast.dtype
         scale = self._scale(precision, objects, is_trial=is_trial)
-        self.scaling = scaling_of(scale, objects.optimizers)
+        self.scaling = scaling_of(scale, objects.optimizers, agree)
         self.objects = (
             objects if scale is None else replace(objects, scalers={**objects.scalers, NAME: scale})
         )
@@ -147,10 +168,10 @@ class CellPrecision:
         self.scaling.remove()
         self._cast.remove()
 
-    def told(self) -> list[str]:
-        """Return what is told at the cell's end."""
+    def told(self, is_here: Callable[[nn.Module], bool] | None = None) -> list[str]:
+        """Return what is told at the cell's end; see `Cast.idle`."""
         scale = self.scaling.scale
-        lines = self._cast.idle()
+        lines = self._cast.idle(is_here)
         if scale is not None and scale.num_steps:
             lines.append(
                 f"{scale.num_skipped} of {scale.num_steps} steps were skipped on all ranks, as a gradient had "
@@ -165,9 +186,13 @@ def needs_scale(precision: Precision, dtype: torch.dtype) -> bool:
     return precision.scaler != "none" and (precision.name == "fp16" or dtype is torch.float16)
 
 
-def scaling_of(scale: LossScale | None, optimizers: Mapping[str, Optimizer]) -> Unscaled:
+def scaling_of(
+    scale: LossScale | None,
+    optimizers: Mapping[str, Optimizer],
+    agree: Callable[[bool], bool] | None = None,
+) -> Unscaled:
     """Return what scales by a scale; without one, what does nothing."""
-    return Unscaled() if scale is None else Scaled(scale, optimizers.values())
+    return Unscaled() if scale is None else Scaled(scale, optimizers.values(), agree or bool)
 
 
 def _check_parameters(models: Mapping[str, nn.Module]) -> torch.device:

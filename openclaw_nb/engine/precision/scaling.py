@@ -4,9 +4,10 @@
     (the backward pass, begun with the scale; gradients are summed over the ranks)
     end     all are divided again; one that is not finite drops them all: the step does nothing
 
-All ranks have the same sums, and so drop the same steps: an overflow on one rank is in the sum of all. The cell sees
-gradients that are not scaled, so that clipping and printing mean what they say. Knows gradients and optimizers; does
-not know how gradients are summed.
+Where all ranks have the same sums they drop the same steps: an overflow on one rank is in the sum of all. Where each
+has a part of the gradients, they agree between the two halves of the end, `check` and `settle`. The cell sees gradients
+that are not scaled, so that clipping and printing mean what they say. Knows gradients and optimizers; does not know how
+gradients are summed.
 """
 
 from __future__ import annotations
@@ -42,6 +43,13 @@ class Unscaled:
     def end(self, parameters: Sequence[Parameter]) -> None:
         """Leave the gradients unscaled."""
 
+    def check(self, parameters: Sequence[Parameter]) -> bool:
+        """Leave the gradients unscaled; return whether one of this rank has overflowed."""
+        return False
+
+    def settle(self, parameters: Sequence[Parameter], *, overflowed: bool) -> None:
+        """Go on as all ranks do, when it is known whether a gradient has overflowed on any."""
+
     def install(self) -> None:
         """Begin to skip steps."""
 
@@ -66,7 +74,7 @@ class Scaled(Unscaled):
         self,
         scale: LossScale,
         optimizers: Iterable[Optimizer],
-        agree: Callable[[bool], bool] = lambda overflowed: overflowed,
+        agree: Callable[[bool], bool] = bool,
     ) -> None:
         self.scale: LossScale = scale
         self._optimizers, self._agree = list(optimizers), agree
@@ -92,14 +100,20 @@ class Scaled(Unscaled):
         """Multiply the gradients that are there."""
         if self._was_stepped:
             self._skips = self._was_stepped = False
-        kept = [p.grad for p in parameters if p.grad is not None]
+        kept = _own_parts(parameters)
         if kept:
             torch._foreach_mul_(kept, self.factor)
 
     def end(self, parameters: Sequence[Parameter]) -> None:
         """Divide the gradients; drop them if one is not finite, and let the scale follow."""
-        found = [p.grad for p in parameters if p.grad is not None]
-        overflowed = self._agree(unscale(found, self.factor))
+        self.settle(parameters, overflowed=self._agree(self.check(parameters)))
+
+    def check(self, parameters: Sequence[Parameter]) -> bool:
+        """Divide the gradients; return whether one of this rank is not finite."""
+        return unscale(_own_parts(parameters), self.factor)
+
+    def settle(self, parameters: Sequence[Parameter], *, overflowed: bool) -> None:
+        """Drop the gradients after an overflow, and let the scale follow."""
         if overflowed:
             _drop(parameters)
             self._skips = True
@@ -110,6 +124,12 @@ class Scaled(Unscaled):
         self._was_stepped = True
         if self._skips:
             _drop(p for group in optimizer.param_groups for p in group["params"])
+
+
+def _own_parts(parameters: Iterable[Tensor]) -> list[Tensor]:
+    """Return what this rank has of the gradients: all of each, or its shard."""
+    found = (p.grad for p in parameters if p.grad is not None)
+    return [g.to_local() if hasattr(g, "to_local") else g for g in found]
 
 
 def _drop(parameters: Iterable[Tensor]) -> None:

@@ -5,6 +5,8 @@ between the layers may ask for its shape and go on computing with it, which give
 value is refused. When a value is received after all, as an argument of this rank's first layer, the same object
 stands for it.
 
+Where autocast is on, it chooses types of results here as on the other rank.
+
 Knows tensors and torch's functions; does not know layers, ranks or messages.
 """
 
@@ -15,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from openclaw_nb.core.errors import RefusedError
@@ -117,16 +120,17 @@ _known: dict[Any, Any] = {}  # torch takes a millisecond to find some results' s
 
 def _shapes_of(func: Any, leaves: list[Any], layout: Any, first: Absent) -> Any:
     """Return a function's result in shapes; the same call is looked at once."""
-    key: Any = (func, layout, torch.get_default_dtype(), *(_key_of(leaf) for leaf in leaves))
+    mode = _autocasting(first._device.type)
+    key: Any = (func, layout, torch.get_default_dtype(), mode, *(_key_of(leaf) for leaf in leaves))
     try:
         return _known[key]
     except TypeError:
         key = None  # an argument that cannot be compared
     except KeyError:
         pass
-    args, kwargs = tree_unflatten([_to_meta(leaf) for leaf in leaves], layout)
+    leaves = [_to_meta(leaf) for leaf in leaves]
     try:
-        result = func(*args, **kwargs)
+        result = _call(func, leaves, layout, first._device if mode else None)
     except (RuntimeError, NotImplementedError) as error:
         raise RefusedError(_needs_value(name_of(func), first, error)) from error
     if key is not None:
@@ -134,6 +138,24 @@ def _shapes_of(func: Any, leaves: list[Any], layout: Any, first: Absent) -> Any:
             _known.clear()
         _known[key] = result
     return result
+
+
+def _autocasting(kind: str) -> torch.dtype | None:
+    """Return what autocast computes in on devices of this kind, if it is on."""
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+
+
+def _call(func: Any, leaves: list[Any], layout: Any, device: torch.device | None) -> Any:
+    """Call a function on shapes; with a device they are taken to be there, as autocast looks at it."""
+    if device is None:
+        args, kwargs = tree_unflatten(leaves, layout)
+        return func(*args, **kwargs)
+    with FakeTensorMode() as fake:
+        there = [FakeTensor(fake, leaf, device) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        there = [device if isinstance(leaf, torch.device) else leaf for leaf in there]
+        args, kwargs = tree_unflatten(there, layout)
+        result = func(*args, **kwargs)
+        return tree_map(lambda t: torch.empty_like(t, device="meta") if isinstance(t, Tensor) else t, result)
 
 
 def _key_of(leaf: Any) -> Any:

@@ -25,6 +25,7 @@ from openclaw_nb.core.errors import RefusedError
 from openclaw_nb.engine.group.exchange import Exchange
 from openclaw_nb.engine.group.ranks import Ranks
 from openclaw_nb.engine.objects.find import Objects
+from openclaw_nb.engine.precision.scaling import Unscaled
 from openclaw_nb.engine.stages import shared
 from openclaw_nb.engine.stages.call import ModelCall, Through, num_rows_of
 from openclaw_nb.engine.stages.holdings import Holdings
@@ -34,6 +35,7 @@ from openclaw_nb.engine.steps.loaders import Slice
 from openclaw_nb.engine.steps.measure import Publisher
 from openclaw_nb.engine.steps.randomness import ModelStream
 from openclaw_nb.engine.steps.shares import Shares
+from openclaw_nb.engine.steps.window import times
 from openclaw_nb.plan.shares import share_bounds
 from openclaw_nb.plan.stages import check_microbatches
 
@@ -60,6 +62,8 @@ class StageEngine:
     ----------
     holdings : Holdings
         The model's tensors.
+    scaling : Unscaled
+        What backward passes are scaled by.
     """
 
     def __init__(
@@ -71,6 +75,7 @@ class StageEngine:
         self._exchange = Exchange(ranks.group) if ranks.size > 1 else None
         self._route = Route(layout, ranks.rank, self._exchange, self._clock.waiting, self._run_backward)
         self.holdings = Holdings(self._model, layout.homes, list(objects.optimizers.values()), ranks)
+        self.scaling = Unscaled()
         self._stream = ModelStream(ranks.rank)
         self._anchor = torch.zeros((), requires_grad=True)
         self._num_calls = self._num_rows = 0
@@ -238,14 +243,17 @@ class StageEngine:
         root = tensors if isinstance(tensors, Tensor) else next(iter(tensors))
         holdings = self.holdings
         holdings.unstage_gradients()
+        self.scaling.begin(holdings.parameters)
+        given = self._scaled(tensors, grad_tensors)
         kept = shared.set_aside(holdings)
         self._is_back = True
         try:
             with holdings.plain():
-                self._backward(tensors, grad_tensors, retain_graph, create_graph, grad_variables)
+                self._backward(tensors, given, retain_graph, create_graph, grad_variables)
                 shared.add_up(holdings, self._exchange, self._clock.waiting, kept)
                 self._flush()
-            flags = self._agree_on_gradients(float(root.detach().sum()))
+                overflowed = self.scaling.check(holdings.parameters)
+            flags = self._agree_on_gradients(float(root.detach().sum()), overflowed=overflowed)
         except BaseException:
             holdings.drop_gradients()
             raise
@@ -257,15 +265,27 @@ class StageEngine:
             holdings.stage_gradients(flags)
         self._count(float(root.detach().sum()))
 
+    def _scaled(self, tensors: Any, gradients: Any) -> Any:
+        """Return what the backward pass begins with."""
+        factor = self.scaling.factor
+        if factor == 1.0 or isinstance(tensors, Tensor):
+            return gradients if factor == 1.0 else times(gradients, tensors, factor)
+        roots = list(tensors)
+        given = [None] * len(roots) if gradients is None else list(gradients)
+        return [times(gradient, root, factor) for gradient, root in zip(given, roots, strict=True)]
+
     def _flush(self) -> None:
         """Wait until this rank's last gradient is sent: ranks that wait in different calls seem stuck."""
         if self._exchange is not None:
             with self._clock.waiting():
                 self._exchange.flush()
 
-    def _agree_on_gradients(self, loss: float) -> list[bool]:
-        """Return which parameters have a gradient somewhere; refuse it when ranks have come to different losses."""
-        told = torch.tensor([loss, *self.holdings.own_flags()], dtype=torch.float64)
+    def _agree_on_gradients(self, loss: float, *, overflowed: bool) -> list[bool]:
+        """Return which parameters have a gradient somewhere; refuse it when ranks have come to different losses.
+
+        After an overflow on any rank none has one: the step does nothing.
+        """
+        told = torch.tensor([loss, float(overflowed), *self.holdings.own_flags()], dtype=torch.float64)
         self._clock.arrive()
         try:
             rows = self._ranks.gather(told)
@@ -280,7 +300,9 @@ class StageEngine:
                 "DataLoader "
                 "that the cell iterates, and let nothing depend on the rank."
             )
-        return [bool(value) for value in rows[:, 1:].sum(0).tolist()]
+        overflowed = bool(rows[:, 1].any())
+        self.scaling.settle(self.holdings.parameters, overflowed=overflowed)
+        return [bool(value) and not overflowed for value in rows[:, 2:].sum(0).tolist()]
 
     def _count(self, loss: float) -> None:
         low, high = share_bounds(self._num_rows, self._ranks.size)[self._ranks.rank]

@@ -54,6 +54,10 @@ class Layout:
         """The owner of each layer."""
         return [part.owner for part in self.parts]
 
+    def owner_of(self, module: nn.Module) -> int | None:
+        """Return the rank that has the part in which a module is; None when it is in none."""
+        return next((p.owner for p in self.parts if any(m is module for m in p.module.modules())), None)
+
     def describe(self, rank: int) -> str:
         """Return the layers of a rank and their size, in words."""
         own = [part for part in self.parts if part.owner == rank]
@@ -70,6 +74,7 @@ def lay_out(
     layers: Sequence[str] | None = None,
     groups: Sequence[Sequence[str]] | None = None,
     ranks_of: Mapping[str, int] | None = None,
+    undivided: Sequence[nn.Module] = (),
 ) -> Layout:
     """Decide which rank has which layer.
 
@@ -85,6 +90,8 @@ def lay_out(
         The layers of each rank, in place of ``layers``.
     ranks_of : mapping of str to int, optional
         The rank of each name in ``layers``; balanced by parameters when not given.
+    undivided : sequence of Module
+        What stays one layer where layers are found.
 
     Raises
     ------
@@ -102,7 +109,7 @@ def lay_out(
     if groups is not None:
         layers = [word for group in groups for word in group]
     if layers is None:
-        chosen = list(layer_names(model))
+        chosen = list(layer_names(model, undivided=undivided))
     else:
         chosen = stages.resolve(layers, names, containers, single)
         stages.check_all_used(chosen, _state_names(model))
@@ -158,16 +165,37 @@ def _owners(
     return owners
 
 
-def layer_names(module: nn.Module, prefix: str = "") -> Iterator[str]:
+def check_undivided(layout: Layout, blocks: Mapping[str, nn.Module]) -> None:
+    """Refuse layers that are parts of a block which is computed as a whole, a second time.
+
+    Raises
+    ------
+    RefusedError
+        With the block and its layers.
+    """
+    for name, block in blocks.items():
+        inside = {id(module) for module in block.modules() if module is not block}
+        parts = [part for part in layout.parts if id(part.module) in inside]
+        if parts:
+            listed = ", ".join(f"{part.name} (rank {part.owner})" for part in parts)
+            raise RefusedError(
+                f"{name} would be computed a second time as a whole, and its layers are named by themselves: {listed}. "
+                f"Put it onto one worker as {name} (--stages), or name what is inside: "
+                f"--activation-checkpointing {','.join(part.name for part in parts)}."
+            )
+
+
+def layer_names(module: nn.Module, prefix: str = "", undivided: Sequence[nn.Module] = ()) -> Iterator[str]:
     """Find the layers of a model: its children, and those of what only holds or mostly is a list of layers."""
     for name, child in module.named_children():
         path = f"{prefix}{name}"
         if not _has_state(child):
             continue  # it runs where its input is
-        if _is_list(child) or any(
+        is_divided = _is_list(child) or any(
             _is_list_of_blocks(inner) and _is_most_of(inner, child) for inner in child.children()
-        ):
-            yield from layer_names(child, f"{path}.")
+        )
+        if is_divided and not any(child is each for each in undivided):
+            yield from layer_names(child, f"{path}.", undivided)
         else:
             yield path
 

@@ -17,15 +17,24 @@ _UNITS = 2**11
 _MOST = 0.05
 
 
-def check_same(output: Any, expected: Any, ranks: Ranks) -> None:
+def check_same(output: Any, expected: Any, ranks: Ranks, dtype: torch.dtype = torch.float32) -> None:
     """Refuse to go on when a model's outputs are not those that it had as a whole. All ranks call this.
+
+    Parameters
+    ----------
+    output, expected
+        What it gives now, and what it gave.
+    ranks : Ranks
+        All of the cell.
+    dtype : torch.dtype
+        What it computes in, which may be coarser than what it gives.
 
     Raises
     ------
     RefusedError
         On all ranks, if they differ on one.
     """
-    worst, allowed = _difference(output, expected)
+    worst, allowed = _difference(output, expected, dtype)
     rows = ranks.gather(torch.tensor([worst, float(worst > allowed or worst != worst)], dtype=torch.float64))
     if rows[:, 1].any():
         raise RefusedError(
@@ -35,14 +44,16 @@ def check_same(output: Any, expected: Any, ranks: Ranks) -> None:
         )
 
 
-def _difference(output: Any, expected: Any) -> tuple[float, float]:
+def _difference(output: Any, expected: Any, dtype: torch.dtype) -> tuple[float, float]:
     """Return the largest difference by the largest value, and what is allowed."""
     mine, theirs = _floats(output), _floats(expected)
     if [each.shape for each in mine] != [each.shape for each in theirs]:
         return float("inf"), 0.0
     worst, allowed = 0.0, 0.0
     for one, other in zip(mine, theirs, strict=True):
-        allowed = max(allowed, min(_UNITS * torch.finfo(other.dtype).eps, _MOST))
+        allowed = max(
+            allowed, min(_UNITS * max(torch.finfo(each).eps for each in (other.dtype, dtype)), _MOST)
+        )
         finite = torch.isfinite(other)
         if not torch.equal(torch.isfinite(one), finite):
             return float("inf"), allowed

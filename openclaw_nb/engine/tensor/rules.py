@@ -315,7 +315,7 @@ def row_linear(x: Any, weight: Split, bias: Any) -> Tensor:
     axis = weight._axis
     own = _of_layout(x, weight._layout.moved(x.dim() - 1), axis)
     result = axis.reduce(F.linear(own, weight._part))
-    return result if bias is None else result + whole(bias)
+    return result if bias is None else result + whole(bias).to(result.dtype)  # 16 bits, under autocast
 
 
 def _of_layout(value: Tensor, layout: Layout, axis: TensorAxis) -> Tensor:

@@ -63,3 +63,14 @@ def test_nothing_absent_is_written_into_what_is_here() -> None:
     with pytest.raises(RefusedError, match="writes a value of embed"):
         here.add_(made())
     assert not here.any()
+
+
+def test_autocast_chooses_types_here_as_on_the_other_rank() -> None:
+    x, weight = made().to(torch.bfloat16), torch.nn.Parameter(torch.ones(4, 3))
+    with torch.autocast("cpu", torch.bfloat16):
+        y = torch.nn.functional.linear(x, weight)
+        assert (y.shape, y.dtype, y.device) == ((2, 4), torch.bfloat16, CPU)
+        assert (y + torch.ones(4)).dtype == torch.float32
+        assert torch.nn.functional.layer_norm(y + torch.ones(4), (4,)).dtype == torch.float32
+    with torch.autocast("cpu", torch.float16):  # the same call is looked at anew
+        assert torch.nn.functional.linear(x, weight).dtype == torch.float16

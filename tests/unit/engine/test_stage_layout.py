@@ -8,7 +8,7 @@ import pytest
 from torch import Tensor, nn
 
 from openclaw_nb.core.errors import RefusedError
-from openclaw_nb.engine.stages.layout import Layout, count_batchnorms, lay_out
+from openclaw_nb.engine.stages.layout import Layout, check_undivided, count_batchnorms, lay_out
 
 
 class Vision(nn.Module):
@@ -104,3 +104,17 @@ def test_batchnorms_that_use_the_batch_count() -> None:
     model = nn.Sequential(nn.BatchNorm1d(4), nn.LayerNorm(4), nn.BatchNorm1d(4, track_running_stats=False))
     assert count_batchnorms(model) == 2
     assert count_batchnorms(model.eval()) == 1
+
+
+def test_blocks_that_are_computed_twice_stay_whole() -> None:
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 4)) for _ in range(3)))
+    model.append(nn.Linear(4, 4))
+    assert "0.0" in owners(lay_out(model, 2))
+    blocks = {str(at): model[at] for at in range(3)}
+    layout = lay_out(model, 2, undivided=list(blocks.values()))
+    assert owners(layout) == {"0": 0, "1": 0, "2": 1, "3": 1}
+    check_undivided(layout, blocks)
+    assert [layout.owner_of(each) for each in (model[1][2], model[3], model)] == [0, 1, None]
+    named = lay_out(model, 2, groups=[["0", "1", "2.0"], ["2.2", "3"]])
+    with pytest.raises(RefusedError, match=r"2 would be .* 2\.0 \(rank 0\), 2\.2 \(rank 1\)"):
+        check_undivided(named, blocks)

@@ -153,6 +153,11 @@ def test_a_strategy_cell() -> None:
     assert (
         named == DataParallelStrategy(precision="bf16", activation_checkpointing=["body.0", "body.1"]).spec()
     )
+    for name in ("sharded", "tensor_parallel", "hybrid_parallel", "model_parallel", "pipeline"):
+        any_word = cell(f"-s {name} --precision bf16 --activation-checkpointing body").strategy
+        assert any_word is not None
+        assert any_word.options["precision"]["name"] == "bf16"
+        assert any_word.options["activation_checkpointing"] == ["body"]
     assert [cell(line).background for line in ("-t 0", "--background", "--background run")] == [
         None,
         "",

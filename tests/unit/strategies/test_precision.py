@@ -10,7 +10,7 @@ import pytest
 
 from openclaw_nb.core.errors import UsageError
 from openclaw_nb.optimization import MixedPrecisionCoordinator
-from openclaw_nb.strategies import DataParallelStrategy
+from openclaw_nb.strategies import STRATEGIES, DataParallelStrategy
 from openclaw_nb.strategies.memory import Memory
 from openclaw_nb.strategies.precision import Precision, read_precision
 
@@ -45,6 +45,22 @@ def test_a_strategy_takes_words_and_coordinators() -> None:
     }
     assert Precision.told(strategy.spec().options) == read_precision(coordinator)
     assert DataParallelStrategy(devices=["CPU-0"], precision=coordinator).devices == ["CPU-0"]
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_every_strategy_takes_them_and_checks_them(name: str) -> None:
+    strategy = STRATEGIES[name]
+    assert not strategy().spec().options.keys() & {"precision", "activation_checkpointing"}
+    coordinator = MixedPrecisionCoordinator(["CPU-1", "CPU-2"], ["conv"])
+    described = strategy(precision=coordinator, activation_checkpointing=True)
+    told = described.spec().options
+    assert Precision.told(told) == read_precision(coordinator)
+    assert Memory.told(told) == Memory(True)
+    assert described.devices == ("CPU-1", "CPU-2")
+    with pytest.raises(UsageError, match="Did you mean 'bf16'"):
+        strategy(precision="bf61")
+    with pytest.raises(UsageError, match="words for layers"):
+        strategy(activation_checkpointing=[])
 
 
 def test_workers_are_told_of_memory() -> None:
