@@ -163,9 +163,7 @@ class _Found:
         for tensor in tensors:
             try:
                 storage = tensor.untyped_storage()
-                if (
-                    storage.device.type != self._device
-                ):  # "meta" for what only has a shape, such as torch's fakes
+                if storage.device.type != self._device:  # "meta": only a shape, as torch's fakes have
                     continue
                 place = storage.data_ptr()
             except (RuntimeError, NotImplementedError):  # one without memory of its own
