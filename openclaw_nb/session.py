@@ -387,14 +387,14 @@ class OpenClawCluster:
         targets : sequence of int, optional
             The ranks that run it; all by default.
         """
-        defaults = self.cell_defaults
+        master, defaults = self.master, self.cell_defaults
         described = _described(strategy, defaults) if isinstance(strategy, str) else strategy
         if described is None or isinstance(described, StrategySpec):
             defaults.check(described)
-            return self.master.run_cell(source, strategy=described, targets=targets)
+            return master.run_cell(source, strategy=described, targets=targets)
         defaults.check(described.spec())
         targets = self._ranks_on(described.devices) if targets is None else targets
-        return self.master.run_cell(source, strategy=described.spec(), targets=targets)
+        return master.run_cell(source, strategy=described.spec(), targets=targets)
 
     def _ranks_on(self, devices: Sequence[str] | None) -> list[int] | None:
         if devices is None:
@@ -421,15 +421,16 @@ class OpenClawCluster:
         RemoteCellError
             With the traceback of the rank that raised first.
         """
+        master = self.master
         strategy = _described(strategy, self.cell_defaults) if isinstance(strategy, str) else strategy
-        self.master.push({"_openclaw_function": function, "_openclaw_arguments": arguments})
+        master.push({"_openclaw_function": function, "_openclaw_arguments": arguments})
         source = "_openclaw_result = _openclaw_function(**_openclaw_arguments)"
         result = self.run_cell(source, strategy=strategy).wait()
         assert result is not None
         if not result.ok:
             raise RemoteCellError(_what_failed(result))
-        ranks = self._ranks_on(getattr(strategy, "devices", None)) or range(self.master.world_size)
-        return [self.master.pull(["_openclaw_result"], rank)["_openclaw_result"] for rank in ranks]
+        ranks = self._ranks_on(getattr(strategy, "devices", None)) or range(master.world_size)
+        return [master.pull(["_openclaw_result"], rank)["_openclaw_result"] for rank in ranks]
 
     def stop(self) -> int:
         """End every process of the cluster; return how many there were."""

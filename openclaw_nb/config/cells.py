@@ -106,7 +106,7 @@ def cell_defaults(configuration: Configuration, devices: Collection[str]) -> Cel
         for path, setting in configuration.settings.items()
         if path.startswith("strategy.") and path != "strategy.name"
     }
-    if set(own.get("devices", ())) == set(devices):
+    if "devices" in own and set(own["devices"]) == set(devices):
         del own["devices"]  # all of them, which are all after a change of the workers, too
     strategy = configuration.strategy
     if strategy is None and "sync_frequency" in own:

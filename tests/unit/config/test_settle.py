@@ -13,9 +13,10 @@ from openclaw_nb.config.cells import CellDefaults, cell_defaults
 from openclaw_nb.config.load import load
 from openclaw_nb.config.settings import Configuration
 from openclaw_nb.config.settle import Asked, Settled, check_capabilities, check_threads, settle
-from openclaw_nb.core.errors import ConfigurationError, ResourceError, UsageError
+from openclaw_nb.core.errors import ConfigurationError, NotStartedError, ResourceError, UsageError
 from openclaw_nb.notebook.options import parse_cell, split_line
 from openclaw_nb.protocol.placement import SETTINGS
+from openclaw_nb.session import OpenClawCluster
 
 CORES = [Device(f"CPU-{i}", "cpu", i, "core") for i in range(4)]
 GPUS = [Device(f"GPU-{i}", "gpu", i, "gpu", 16 * 1024**3) for i in range(4)]
@@ -244,6 +245,19 @@ def test_devices_of_the_strategy_are_the_targets() -> None:
     assert parse_cell(["-t", "0"], defaults, trains=True).targets == "0"
     everyone = cell_defaults(read("strategy: {name: data, devices: [CPU-1, CPU-0]}"), ["CPU-0", "CPU-1"])
     assert parse_cell([], everyone, trains=True).targets is None
+
+
+@pytest.mark.parametrize("text", ["", "strategy: data", "strategy: data\ndevices: [CPU-0]"])
+def test_a_cluster_that_does_not_run_says_so(text: str) -> None:
+    Path("a.yaml").write_text(text)
+    cluster = OpenClawCluster(config_path="a.yaml")
+    assert cluster.cell_defaults.strategy == ("data_parallel" if text else None)
+    with pytest.raises(NotStartedError):
+        cluster.run_cell("x = 1", strategy="data")
+    with pytest.raises(NotStartedError):
+        cluster.run("another word", print)
+    with pytest.raises(NotStartedError):
+        cluster.run_cell("x = 1", strategy="another word")
 
 
 def test_nothing_configured_changes_no_cell() -> None:
