@@ -296,10 +296,13 @@ class OpenClawCluster:
         self.oversubscribe = oversubscribe
         self.cell: Any = None
         self._master: MasterNode | None = None
+        self._started: list[str] | None = None
 
     def start(self, progress: Progress | None = None) -> OpenClawCluster:
         """Start the workers and form their process group; see `Session.start`."""
-        self._master = current_session().start(self, progress)
+        master = current_session().start(self, progress)
+        self._started = _devices_of(master)
+        self._master = master
         return self
 
     @classmethod
@@ -335,8 +338,8 @@ class OpenClawCluster:
     @property
     def cell_defaults(self) -> CellDefaults:
         """What the configuration says of cells: their strategy, and the defaults of its options."""
-        workers = self._master.workers if self._master is not None and self.running else []
-        return cell_defaults(self.configuration, [w.device.id for w in workers if not w.spare])
+        devices = _devices_of(self._master) if self._master is not None and self.running else []
+        return cell_defaults(self.configuration, devices, self._started)
 
     def effective_configuration(self) -> Table:
         """Return each configured key with its value, where that comes from, what it has set, and on which workers.
@@ -450,6 +453,10 @@ class OpenClawCluster:
             return "<OpenClawCluster: not running>"
         master = self.master
         return f"<OpenClawCluster {master.name}: {count_text(master.workers)}, {master.communication}>"
+
+
+def _devices_of(master: MasterNode) -> list[str]:
+    return [worker.device.id for worker in master.workers if not worker.spare]
 
 
 def _what_failed(result: RunResult) -> str:

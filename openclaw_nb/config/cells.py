@@ -81,7 +81,9 @@ class CellDefaults:
             raise ConfigurationError([f"The cell asks for {precision}. {self._forbidden[precision]}"])
 
 
-def cell_defaults(configuration: Configuration, devices: Collection[str]) -> CellDefaults:
+def cell_defaults(
+    configuration: Configuration, devices: Collection[str], started: Collection[str] | None = None
+) -> CellDefaults:
     """Return what a configuration says of the cells of a cluster.
 
     Parameters
@@ -90,7 +92,10 @@ def cell_defaults(configuration: Configuration, devices: Collection[str]) -> Cel
         What is configured.
     devices : collection of str
         The devices of the workers.
+    started : collection of str, optional
+        Those of the workers that were started, which may be others by now; `devices` when not given.
     """
+    started = devices if started is None else started
     has_gpu = any(device.startswith("GPU-") for device in devices)
     paths = COMMON | (_OF_GPUS if has_gpu else {})
     common = {name: configuration.value(path) for name, path in paths.items()}
@@ -99,15 +104,16 @@ def cell_defaults(configuration: Configuration, devices: Collection[str]) -> Cel
         common["checkpoint_every"] = f"{common['checkpoint_every']:.10g}s"
 
     def placed(device: str) -> str:
-        return replaced_device(configuration, device, devices)
+        return replaced_device(configuration, device, started)
 
     own = {
         path.partition(".")[2]: _placed(path, setting.value, placed)
         for path, setting in configuration.settings.items()
         if path.startswith("strategy.") and path != "strategy.name"
     }
-    if "devices" in own and set(own["devices"]) == set(devices):
-        del own["devices"]  # all of them, which are all after a change of the workers, too
+    if "devices" in own and not set(own["devices"]) < set(started):
+        # All of them, which are all after a change of the workers, too; or others were asked for beside the file.
+        del own["devices"]
     strategy = configuration.strategy
     if strategy is None and "sync_frequency" in own:
         common["sync_frequency"] = own["sync_frequency"]

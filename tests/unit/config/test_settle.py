@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from openclaw_nb.config.settle import Asked, Settled, check_capabilities, check_
 from openclaw_nb.core.errors import ConfigurationError, NotStartedError, ResourceError, UsageError
 from openclaw_nb.notebook.options import parse_cell, split_line
 from openclaw_nb.protocol.placement import SETTINGS
-from openclaw_nb.session import OpenClawCluster
+from openclaw_nb.session import OpenClawCluster, Session
 
 CORES = [Device(f"CPU-{i}", "cpu", i, "core") for i in range(4)]
 GPUS = [Device(f"GPU-{i}", "gpu", i, "gpu", 16 * 1024**3) for i in range(4)]
@@ -245,6 +246,35 @@ def test_devices_of_the_strategy_are_the_targets() -> None:
     assert parse_cell(["-t", "0"], defaults, trains=True).targets == "0"
     everyone = cell_defaults(read("strategy: {name: data, devices: [CPU-1, CPU-0]}"), ["CPU-0", "CPU-1"])
     assert parse_cell([], everyone, trains=True).targets is None
+
+
+@pytest.mark.parametrize(
+    ("started", "now", "targets"),
+    [
+        (["CPU-0", "CPU-1"], ["CPU-0"], None),  # all took part, and one was removed
+        (["CPU-0", "CPU-1"], ["CPU-0", "CPU-1", "CPU-2"], None),  # all took part, and one was added
+        (["CPU-0"], ["CPU-0"], None),  # fewer were asked for than are named
+        (["CPU-2", "CPU-3"], ["CPU-2", "CPU-3"], None),  # others were
+        (["CPU-0", "CPU-1", "CPU-2"], ["CPU-0", "CPU-1"], "CPU-0,CPU-1"),  # these two alone, from the start
+    ],
+)
+def test_whether_all_take_part_is_decided_at_the_start(
+    started: list[str], now: list[str], targets: str | None
+) -> None:
+    found = read("strategy: {name: data, devices: [CPU-0, CPU-1]}")
+    assert parse_cell([], cell_defaults(found, now, started), trains=True).targets == targets
+
+
+def test_a_cluster_remembers_what_it_was_started_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    Path("a.yaml").write_text("strategy: {name: data, devices: [CPU-0, CPU-1]}")
+    workers = [SimpleNamespace(device=device, spare=False) for device in CORES[:2]]
+    master = SimpleNamespace(workers=workers, running=True)
+    monkeypatch.setattr(Session, "start", lambda *_: master)
+    cluster = OpenClawCluster(config_path="a.yaml").start()
+    workers.append(SimpleNamespace(device=CORES[2], spare=False))
+    assert "devices" not in cluster.cell_defaults.fields_for("data_parallel")
+    del workers[0]
+    assert "devices" not in cluster.cell_defaults.fields_for("data_parallel")
 
 
 @pytest.mark.parametrize("text", ["", "strategy: data", "strategy: data\ndevices: [CPU-0]"])
