@@ -12,7 +12,7 @@ import logging
 import os
 import socket
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from types import TracebackType
 from typing import Any
@@ -156,6 +156,7 @@ class Session:
                 raise
             master.listen(self.monitor.take)
             self._cluster = cluster
+            cluster.replaced = settled.replaced
             _set_up(master, configuration, [*settled.notes, *notes])
             return master
 
@@ -264,6 +265,8 @@ class OpenClawCluster:
         What file and variables say.
     cell : object or None
         In a notebook that has attached to the cluster, a handle of the cell that ran there.
+    replaced : mapping of str to str, or None
+        Since the start: the core in the place of each GPU that was named and is not there, by ``fallback: cpu``.
 
     Examples
     --------
@@ -297,6 +300,7 @@ class OpenClawCluster:
         self.cell: Any = None
         self._master: MasterNode | None = None
         self._started: list[str] | None = None
+        self.replaced: Mapping[str, str] | None = None
 
     def start(self, progress: Progress | None = None) -> OpenClawCluster:
         """Start the workers and form their process group; see `Session.start`."""
@@ -339,7 +343,7 @@ class OpenClawCluster:
     def cell_defaults(self) -> CellDefaults:
         """What the configuration says of cells: their strategy, and the defaults of its options."""
         devices = _devices_of(self._master) if self._master is not None and self.running else []
-        return cell_defaults(self.configuration, devices, self._started)
+        return cell_defaults(self.configuration, devices, self._started, self.replaced)
 
     def effective_configuration(self) -> Table:
         """Return each configured key with its value, where that comes from, what it has set, and on which workers.

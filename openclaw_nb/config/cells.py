@@ -5,13 +5,13 @@ Knows descriptions of strategies; does not know notebooks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from openclaw_nb.config.schema import fields_of
 from openclaw_nb.config.settings import Configuration
-from openclaw_nb.config.settle import allowed_precisions, replaced_device
+from openclaw_nb.config.settle import allowed_precisions, cores_for_gpus
 from openclaw_nb.core.errors import ConfigurationError
 from openclaw_nb.protocol.messages import StrategySpec
 from openclaw_nb.strategies import STRATEGIES
@@ -82,7 +82,10 @@ class CellDefaults:
 
 
 def cell_defaults(
-    configuration: Configuration, devices: Collection[str], started: Collection[str] | None = None
+    configuration: Configuration,
+    devices: Collection[str],
+    started: Collection[str] | None = None,
+    replaced: Mapping[str, str] | None = None,
 ) -> CellDefaults:
     """Return what a configuration says of the cells of a cluster.
 
@@ -94,8 +97,13 @@ def cell_defaults(
         The devices of the workers.
     started : collection of str, optional
         Those of the workers that were started, which may be others by now; `devices` when not given.
+    replaced : mapping of str to str, optional
+        The core in the place of each GPU that is named and not there; by the configuration alone when not given.
     """
     started = devices if started is None else started
+    if replaced is None:
+        has_gpus = any(device.startswith("GPU-") for device in started)
+        replaced = {} if has_gpus else cores_for_gpus(configuration)
     has_gpu = any(device.startswith("GPU-") for device in devices)
     paths = COMMON | (_OF_GPUS if has_gpu else {})
     common = {name: configuration.value(path) for name, path in paths.items()}
@@ -103,11 +111,8 @@ def cell_defaults(
     if "checkpoint_every" in common:
         common["checkpoint_every"] = f"{common['checkpoint_every']:.10g}s"
 
-    def placed(device: str) -> str:
-        return replaced_device(configuration, device, started)
-
     own = {
-        path.partition(".")[2]: _placed(path, setting.value, placed)
+        path.partition(".")[2]: _placed(path, setting.value, replaced)
         for path, setting in configuration.settings.items()
         if path.startswith("strategy.") and path != "strategy.name"
     }
@@ -130,10 +135,10 @@ def cell_defaults(
     )
 
 
-def _placed(path: str, value: Any, placed: Callable[[str], str]) -> Any:
+def _placed(path: str, value: Any, replaced: Mapping[str, str]) -> Any:
     """Return a value in which cores have taken the place of GPUs, where they have."""
     if path == "strategy.devices":
-        return tuple(placed(device) for device in value)
+        return tuple(replaced.get(device, device) for device in value)
     if path == "strategy.device_mapping":
-        return {layer: placed(device.upper()) for layer, device in value.items()}
+        return {layer: replaced.get(device.upper(), device.upper()) for layer, device in value.items()}
     return value

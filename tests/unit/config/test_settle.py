@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from openclaw_nb.cluster.devices import Device
+from openclaw_nb.cluster.devices import Device, choose_devices
 from openclaw_nb.config.cells import CellDefaults, cell_defaults
 from openclaw_nb.config.load import load
 from openclaw_nb.config.settings import Configuration
@@ -82,6 +82,49 @@ def test_cores_take_the_place_of_gpus() -> None:
     mapping = "strategy: {name: model, model_layers: [a, b], device_mapping: {a: GPU-1, b: GPU-3}}"
     fields = cell_defaults(read(text + mapping), ["CPU-0", "CPU-1"]).fields_for("model_parallel")
     assert fields["device_mapping"] == {"a": "CPU-1", "b": "CPU-0"}
+
+
+ONE = "fallback: cpu\nworkers: [{device_id: GPU-0}]\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "asked", "devices"),
+    [
+        (f"{ONE}parallel: {{workers: 2}}", {}, ["CPU-0", "CPU-1"]),
+        (ONE, {"workers": 3}, ["CPU-0", "CPU-1", "CPU-2"]),
+        ("fallback: cpu\nworkers: [{device_id: GPU-0}, {device_id: GPU-1}]", {"workers": 1}, ["CPU-0"]),
+        ("fallback: cpu\nworkers: [{device_id: GPU-0}, {device_id: CPU-0}]", {}, ["CPU-1", "CPU-0"]),
+        ("fallback: cpu\nworkers: [{device_id: CPU-1}, {device_id: GPU-0}]", {}, ["CPU-1", "CPU-0"]),
+        ("fallback: cpu\nstrategy: data\ndevices: [GPU-0, CPU-0]", {}, ["CPU-1", "CPU-0"]),
+        ("fallback: cpu", {"devices": "GPU-0, gpu-1"}, ["CPU-0", "CPU-1"]),
+        ("fallback: cpu", {"devices": "GPU-0"}, ["CPU-0"]),
+        ("fallback: cpu", {"devices": ["CPU-0", "GPU-0"]}, ["CPU-0", "CPU-1"]),
+        ("fallback: cpu", {"devices": "auto"}, "auto"),
+        (ONE, {"devices": "CPU-3"}, "CPU-3"),
+    ],
+)
+def test_every_way_to_name_a_gpu_falls_back(text: str, asked: dict[str, Any], devices: Any) -> None:
+    found = settled(text, **asked)
+    assert found.devices == devices
+    chosen = choose_devices(
+        found.workers, found.devices, available=CORES, memory_available_bytes=64 * GIB, oversubscribe=False
+    )
+    assert found.devices == "auto" or len(chosen) == len(devices if isinstance(devices, list) else [devices])
+
+
+def test_cells_and_workers_fall_back_to_the_same_cores() -> None:
+    found = read(
+        "fallback: cpu\nworkers: [{device_id: CPU-0}, {device_id: GPU-1}]\nstrategy: data\ndevices: [GPU-1]"
+    )
+    start = settle(found, Asked(), CORES)
+    assert start.devices == ["CPU-0", "CPU-1"]
+    defaults = cell_defaults(found, ["CPU-0", "CPU-1"], ["CPU-0", "CPU-1"], start.replaced)
+    assert defaults.fields_for("data_parallel")["devices"] == ("CPU-1",)
+    mapping = "{a: GPU-1, b: GPU-3}"
+    layers = f"fallback: cpu\nstrategy: {{name: model, model_layers: [a, b], device_mapping: {mapping}}}"
+    fields = cell_defaults(read(layers), ["CPU-0", "CPU-1"]).fields_for("model_parallel")
+    assert fields["device_mapping"] == {"a": "CPU-0", "b": "CPU-1"}
+    assert settled(layers, [*GPUS, *CORES]).replaced == {}
 
 
 @pytest.mark.parametrize(
