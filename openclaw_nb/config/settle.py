@@ -111,7 +111,7 @@ def settle(
         workers=workers,
         devices=devices,
         backend=backend,
-        communication=asked.communication or _communication(configuration),
+        communication=_communication(configuration, asked.communication, backend),
         host=_host(configuration),
         environment=_environment(configuration, backend),
         replaced=replaced,
@@ -274,24 +274,38 @@ MPI_OVER_TCP = {"OMPI_MCA_btl": "self,tcp", "OMPI_MCA_btl_tcp_if_include": "lo"}
 # ------------------------------------------------------------------------------------------- capabilities
 
 
-def _communication(configuration: Configuration) -> str:
+def _communication(configuration: Configuration, asked: str | None, backend: str) -> str:
     """Return what workers communicate with, within what all of them may use."""
-    wanted: str = configuration.value("parallel.communication") or "auto"
+    wanted: str = asked or configuration.value("parallel.communication") or "auto"
     limits = [(worker, _named(worker, _COMMUNICATIONS)) for worker in configuration.workers]
     limits = [(worker, words) for worker, words in limits if words]
     if wanted != "auto":
+        place = "--communication (communication=)" if asked else ""
         problems = [
             f"{worker.where}, capabilities: {', '.join(words)} leave out {wanted}, which "
-            f"{configuration.place('parallel.communication')} asks for."
+            f"{place or configuration.place('parallel.communication')} asks for."
             for worker, words in limits
-            if wanted not in words
+            if wanted in _COMMUNICATIONS and wanted not in words
         ]
         if problems:
             raise ConfigurationError(problems)
         return wanted
-    if limits and not any("nccl" in words for _, words in limits):
-        return "gloo" if all("gloo" in words for _, words in limits) else wanted
-    return wanted
+    common = [word for word in _COMMUNICATIONS if all(word in words for _, words in limits)]
+    if "nccl" in common:  # which falls back by itself where there is no GPU
+        return wanted
+    if "gloo" in common:
+        return "gloo"
+    if "mpi" in common and backend == "mpi":
+        return "mpi"
+    told = [
+        f"{worker.where}, capabilities of {worker.device_id}: {', '.join(words)}" for worker, words in limits
+    ]
+    needs = ": mpi needs backend: mpi" if common else ""
+    raise ConfigurationError(
+        [
+            f"{'; '.join(told)}. The workers have no communication in common{needs}. Say gloo in each, or leave it out."
+        ]
+    )
 
 
 def _named(worker: DeclaredWorker, words: Sequence[str]) -> list[str]:

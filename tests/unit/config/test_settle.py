@@ -199,6 +199,49 @@ def test_capabilities_limit_communication_and_precision() -> None:
         parse_cell(["-s", "data", "--precision", "bf16"], defaults)
 
 
+def limited(*words: str, rest: str = "") -> str:
+    entries = [f"{{device_id: CPU-{i}, capabilities: [{each}]}}" for i, each in enumerate(words)]
+    return f"workers: [{', '.join(entries)}]\n{rest}"
+
+
+@pytest.mark.parametrize(
+    ("text", "communication"),
+    [
+        (limited("nccl, gloo", "gloo"), "gloo"),
+        (limited("gloo", "gloo, nccl"), "gloo"),
+        (limited("nccl, gloo", "nccl"), "auto"),
+        (limited("nccl, gloo", "fp32"), "auto"),  # the second names none, which is no limit
+        (limited("mpi", "mpi, nccl", rest="parallel: {backend: mpi}"), "mpi"),
+    ],
+)
+def test_auto_is_what_all_workers_may_use(text: str, communication: str) -> None:
+    assert settled(text).communication == communication
+    assert settled(text, communication="auto").communication == communication
+
+
+@pytest.mark.parametrize(
+    ("text", "asked", "said"),
+    [
+        (
+            limited("nccl", "gloo"),
+            {},
+            "CPU-0: nccl; a.yaml, line 1, capabilities of CPU-1: gloo. The workers have no",
+        ),
+        (limited("mpi", "mpi"), {}, "no communication in common: mpi needs backend: mpi. Say gloo in each"),
+        (
+            limited("gloo", "nccl, gloo"),
+            {"communication": "nccl"},
+            "gloo leave out nccl, which --communication (comm",
+        ),
+        (limited("nccl"), {"communication": "gloo"}, "nccl leave out gloo, which --communication"),
+    ],
+)
+def test_communication_that_a_worker_may_not_use(text: str, asked: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        settled(text, **asked)
+    assert said in str(caught.value)
+
+
 def test_capabilities_are_compared_with_the_devices() -> None:
     found = read("workers: [{device_id: GPU-0, capabilities: [nccl, cuda11]}]")
     assert check_capabilities(found, GPUS, GIB) == []
