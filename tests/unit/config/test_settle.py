@@ -321,6 +321,21 @@ def test_the_magic_line_wins_option_by_option() -> None:
     assert found == {"stages": [["a"], ["b"]]}
 
 
+@pytest.mark.parametrize("line", ["--resume", "--keep 5", "--checkpoint-every 7", "-s data --resume"])
+def test_options_of_checkpoints_take_the_configured_directory(line: str) -> None:
+    found = options(line, "strategy: data\ncheckpoint: {dir: points}", trains=True)[1]
+    assert found["checkpoint"] == "points"
+    changed = {
+        "--resume": ("resume", True),
+        "--keep": ("keep", 5),
+        "--checkpoint-every": ("checkpoint_every", "7"),
+    }
+    key, value = next(changed[word] for word in line.split() if word in changed)
+    assert str(found[key]) == str(value)
+    with pytest.raises(UsageError, match="--checkpoint-every, --keep and --resume need --checkpoint DIR"):
+        options(line, "strategy: data", trains=True)
+
+
 def test_options_for_gpus_are_set_on_gpus() -> None:
     assert "gpu_memory_fraction" not in options("", trains=True)[1]
     assert options("", devices=("GPU-0",), trains=True)[1]["gpu_memory_fraction"] == 0.5
