@@ -9,7 +9,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from openclaw_nb.config.schema import fields_of
+from openclaw_nb.config.schema import BESIDE, fields_of
 from openclaw_nb.config.settings import Configuration
 from openclaw_nb.config.settle import allowed_precisions, cores_for_gpus
 from openclaw_nb.core.errors import ConfigurationError
@@ -120,8 +120,8 @@ def cell_defaults(
         # All of them, which are all after a change of the workers, too; or others were asked for beside the file.
         del own["devices"]
     strategy = configuration.strategy
-    if strategy is None and "sync_frequency" in own:
-        common["sync_frequency"] = own["sync_frequency"]
+    if strategy is None:  # what may stand beside the word for a strategy holds under each that a cell names
+        common |= {name: own[name] for name in BESIDE if name in own}
     forbidden = {
         precision: f"{worker.where}, capabilities of {worker.device_id}: {', '.join(worker.capabilities)}."
         for precision, worker in allowed_precisions(configuration).items()

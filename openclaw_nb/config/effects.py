@@ -379,8 +379,17 @@ def _of_cells(path: str, value: Any, configuration: Configuration, seen: Seen | 
     if seen is None:
         return _Outcome(sets)
     if name == "devices":
-        return _Outcome(sets, took="the ranks of the next cell")
+        return _taking_part(sets, value, takers[0], seen)
     return _in_last_cell(sets, name, takers, seen)
+
+
+def _taking_part(sets: str, value: Sequence[str], taker: str, seen: Seen) -> _Outcome:
+    """Say which workers take part in the next cell: those that are chosen, or all where that is no choice."""
+    devices = seen.cells.fields_for(taker).get("devices", value)
+    workers = tuple(worker for worker, device in seen.devices.items() if device in devices)
+    if devices is value and len(workers) < len(seen.devices):
+        return _Outcome(sets, took="not taken: workers are on other devices, and all take part")
+    return _Outcome(sets, workers, f"the ranks of the next cell: {_listed(workers, seen)}")
 
 
 def _in_last_cell(sets: str, name: str, takers: Sequence[str], seen: Seen) -> _Outcome:

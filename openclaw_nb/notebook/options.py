@@ -714,9 +714,7 @@ def parse_cell(
         raise UsageError("--checkpoint-every, --keep and --resume need --checkpoint DIR.")
     refuse_others(name, given, [(_attribute(each), each.names[-1]) for each in CELL.arguments])
     strategy = describe(name, given, defaults)
-    targets = given.targets or (
-        ",".join(strategy.devices) if strategy.devices and defaults.strategy else None
-    )
+    targets = given.targets or (",".join(strategy.devices) if strategy.devices else None)
     spec = strategy.spec(
         model=given.model,
         optimizer=given.optimizer,

@@ -147,6 +147,16 @@ def test_options_of_cells_are_those_of_the_last_one() -> None:
     )
 
 
+def test_devices_say_which_workers_take_part() -> None:
+    for text in ("devices: [CPU-1]", "strategy: data\ndevices: [CPU-1]"):
+        found = effect(text, "devices")
+        assert (found.workers, found.took) == (("worker-1",), "the ranks of the next cell: worker-1")
+    everyone = effect("devices: [CPU-0, CPU-1]", "devices")
+    assert everyone.took == "the ranks of the next cell: all 2 workers"
+    others = effect("devices: [CPU-0, CPU-2]", "devices")
+    assert (others.workers, others.took) == ((), "not taken: workers are on other devices, and all take part")
+
+
 def test_what_was_said_beside_it_is_shown_as_such() -> None:
     found = read("parallel: {workers: 4}").overridden({"parallel.workers": 2, "parallel.backend": None})
     (workers,) = (each for each in effects(found, seen(found)) if each.key == "parallel.workers")

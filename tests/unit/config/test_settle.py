@@ -349,6 +349,14 @@ def test_devices_of_the_strategy_are_the_targets() -> None:
     assert parse_cell([], everyone, trains=True).targets is None
 
 
+def test_devices_without_a_strategy_hold_under_every_one_that_a_cell_names() -> None:
+    defaults = cell_defaults(read("devices: [CPU-1]\nsync_frequency: 3"), ["CPU-0", "CPU-1"])
+    assert parse_cell([], defaults, trains=True).strategy is None
+    for name in ("data", "sharded", "pipeline"):
+        assert parse_cell(["-s", name], defaults).targets == "CPU-1"
+        assert parse_cell(["-s", name, "-t", "0"], defaults).targets == "0"
+
+
 @pytest.mark.parametrize(
     ("started", "now", "targets"),
     [
