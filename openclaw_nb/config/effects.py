@@ -375,6 +375,8 @@ def _of_cells(path: str, value: Any, configuration: Configuration, seen: Seen | 
             f"the default strategy, {default.value}, does not take it; with -s {' or '.join(takers)} it holds"
         )
         return _Outcome(f"{_NOT_APPLICABLE}{words}")
+    if name in ("checkpoint_every", "keep") and configuration.value("checkpoint.dir") is None:
+        return _Outcome(f"{_NOT_APPLICABLE}no checkpoint.dir; with --checkpoint DIR it holds")
     sets = f"{name} of {', '.join(takers)} cells that do not say it"
     if seen is None:
         return _Outcome(sets)
@@ -399,11 +401,14 @@ def _in_last_cell(sets: str, name: str, takers: Sequence[str], seen: Seen) -> _O
         return _Outcome(sets, took="from the next cell on")
     strategy = next(iter(last.values()))["name"]
     described = STRATEGIES[strategy](**seen.cells.fields_for(strategy)).spec()
-    if name not in described.options:
-        return _Outcome(sets, took="the last cell" if last else "-")
-    wanted = described.options[name]
+    wanted = described.options.get(name)  # None for torch's own way, which no worker is told
     took = tuple(worker for worker, cell in last.items() if cell["options"].get(name) == wanted)
-    words = size_text if name == "fusion_buffer_size" else _text
+
+    def words(option: Any) -> str:
+        if option is None:
+            return "the default"
+        return size_text(option) if name == "fusion_buffer_size" else _text(option)
+
     others = [f"{w}: the cell said {words(c['options'].get(name))}" for w, c in last.items() if w not in took]
     said = f"in the last cell: {words(wanted)} on {_listed(took, seen)}" if took else ""
     return _Outcome(sets, took, "; ".join(filter(None, (said, *others))))

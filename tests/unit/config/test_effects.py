@@ -147,6 +147,40 @@ def test_options_of_cells_are_those_of_the_last_one() -> None:
     )
 
 
+def test_an_option_that_is_not_told_is_looked_at_too() -> None:
+    text, key = "strategy: {name: data, precision: fp32}", "strategy.precision"
+    plain = report(cell={"name": "data_parallel", "options": {}})
+    half = report(cell={"name": "data_parallel", "options": {"precision": {"name": "bf16"}}})
+    assert effect(text, key, plain, plain).took == "in the last cell: the default on all 2 workers"
+    found = effect(text, key, plain, half)
+    assert found.workers == ("worker-0",)
+    assert found.took == "in the last cell: the default on worker-0; worker-1: the cell said name: bf16"
+    wanted = "strategy: {name: data, precision: bf16}"
+    assert effect(wanted, key, plain, plain).took.startswith("worker-0: the cell said the default")
+
+
+@pytest.mark.parametrize(
+    ("text", "key"),
+    [
+        ("strategy: data\ncheckpoint: {interval: 60}", "checkpoint.interval"),
+        ("checkpoint: {interval: 60}", "checkpoint.interval"),
+        ("strategy: {name: data, keep: 2}", "strategy.keep"),
+    ],
+)
+def test_checkpoints_without_a_directory_are_not_applicable(text: str, key: str) -> None:
+    last = report(cell={"name": "data_parallel", "options": {}})
+    why = "not applicable: no checkpoint.dir; with --checkpoint DIR it holds"
+    assert effect(text, key, last, last).sets == why
+    found = read(text)
+    assert {each.key: each.sets for each in effects(found, None)}[key] == why
+
+
+def test_checkpoints_with_a_directory() -> None:
+    text = "strategy: {name: data, keep: 2}\ncheckpoint: {dir: points, interval: 60}"
+    for key in ("checkpoint.interval", "strategy.keep"):
+        assert effect(text, key).took == "from the next cell on"
+
+
 def test_devices_say_which_workers_take_part() -> None:
     for text in ("devices: [CPU-1]", "strategy: data\ndevices: [CPU-1]"):
         found = effect(text, "devices")
