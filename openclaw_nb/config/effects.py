@@ -327,11 +327,11 @@ def _rdma(value: Any, seen: Seen) -> _Outcome:
 
 
 def _gpu_option(name: str) -> Callable[[Any, Seen], _Outcome]:
-    """Return how an option of data-parallel cells on GPUs is looked at."""
+    """Return how an option of strategy cells on GPUs is looked at."""
+    takers = [each for each in STRATEGIES if name in fields_of(each)]
 
     def look(value: Any, seen: Seen) -> _Outcome:
-        sets = f"the default of data-parallel cells: {_text(value)}"
-        return _in_last_cell(sets, name, ["data_parallel"], seen)
+        return _in_last_cell(f"the default of strategy cells: {_text(value)}", name, takers, seen)
 
     return look
 

@@ -15,6 +15,7 @@ from openclaw_nb.config.load import load
 from openclaw_nb.config.schema import KEYS
 from openclaw_nb.config.settings import Configuration
 from openclaw_nb.config.unbuilt import UNBUILT_KEYS
+from openclaw_nb.strategies import STRATEGIES
 
 CORES = [Device(f"CPU-{i}", "cpu", i, "core") for i in range(2)]
 
@@ -108,14 +109,15 @@ def test_the_same_keys_where_they_apply() -> None:
     assert found.workers == ("worker-0",)
     fraction = effect("parallel: {gpu_memory_fraction: 0.5}", "parallel.gpu_memory_fraction", devices=gpus)
     assert (fraction.sets, fraction.took) == (
-        "the default of data-parallel cells: 0.5",
+        "the default of strategy cells: 0.5",
         "from the next cell on",
     )
-    cell = report(cell={"name": "data_parallel", "options": {"gpu_memory_fraction": 0.5}})
-    fraction = effect(
-        "parallel: {gpu_memory_fraction: 0.5}", "parallel.gpu_memory_fraction", cell, devices=gpus
-    )
-    assert fraction.took == "in the last cell: 0.5 on worker-0"
+    for name in STRATEGIES:
+        cell = report(cell={"name": name, "options": {"gpu_memory_fraction": 0.5}})
+        fraction = effect(
+            "parallel: {gpu_memory_fraction: 0.5}", "parallel.gpu_memory_fraction", cell, devices=gpus
+        )
+        assert fraction.took == "in the last cell: 0.5 on worker-0"
     told = report(environment={"OMPI_MCA_btl": "self,tcp"}, transport="sums by MPI, dist.* by gloo")
     facts = {"backend": "mpi", "communication": "sums by MPI, dist.* by gloo"}
     shared = effect("parallel: {mpi_shared_memory: false}", "parallel.mpi_shared_memory", told, told, **facts)
