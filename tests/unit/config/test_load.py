@@ -290,6 +290,12 @@ def test_variables_win_over_the_file() -> None:
     assert found.given("parallel.timeout") == 60.0
 
 
+def test_two_variables_for_one_thing_that_agree() -> None:
+    found = read("strategy: model", OPENCLAW_STRATEGY="data", OPENCLAW_PARALLEL_STRATEGY="data_parallel")
+    assert found.given("strategy.name") == found.given("parallel.strategy") == "data_parallel"
+    assert read("sync_frequency: 9", OPENCLAW_SYNC_INTERVAL="3").given("strategy.sync_frequency") is None
+
+
 @pytest.mark.parametrize(
     ("variables", "said"),
     [
@@ -303,6 +309,16 @@ def test_variables_win_over_the_file() -> None:
             "OPENCLAW_WORKERS, parallel.workers: 2 contradicts 3",
         ),
         ({"OPENCLAW_LOG_LEVEL": "[["}, "OPENCLAW_LOG_LEVEL: '[[' cannot be read."),
+        (
+            {"OPENCLAW_STRATEGY": "data", "OPENCLAW_PARALLEL_STRATEGY": "pipeline"},
+            "OPENCLAW_PARALLEL_STRATEGY, parallel.strategy: 'pipeline' contradicts 'data_parallel' of strategy "
+            "(OPENCLAW_STRATEGY)",
+        ),
+        (
+            {"OPENCLAW_SYNC_FREQUENCY": "2", "OPENCLAW_SYNC_INTERVAL": "3"},
+            "OPENCLAW_SYNC_FREQUENCY, strategy.sync_frequency: 2 contradicts 3 of parallel.sync_interval "
+            "(OPENCLAW_SYNC_INTERVAL)",
+        ),
     ],
 )
 def test_wrong_variables(variables: dict[str, str], said: str) -> None:
