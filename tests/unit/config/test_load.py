@@ -229,6 +229,13 @@ def test_files_that_cannot_be_read(folder: Path) -> None:
     ]
 
 
+@pytest.mark.parametrize("text", ['!!int ""', '!!int "-"', '!!float ""', '!!bool "maybe"'])
+def test_a_tag_that_its_text_does_not_fit(text: str) -> None:
+    (problem,) = problems(f"parallel: {{workers: {text}}}")
+    assert problem.startswith("a.yaml, line 1: ")
+    assert "cannot be read as" in problem
+
+
 def test_what_would_fill_the_memory_is_refused() -> None:
     bomb = "a: &a [x, x, x, x, x, x, x, x, x, x]\n" + "".join(
         f"{chr(98 + i)}: &{chr(98 + i)} [{', '.join([f'*{chr(97 + i)}'] * 10)}]\n" for i in range(8)
