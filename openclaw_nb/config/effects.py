@@ -15,7 +15,7 @@ from openclaw_nb.config.cells import COMMON, CellDefaults
 from openclaw_nb.config.kinds import Size
 from openclaw_nb.config.schema import KEYS, fields_of
 from openclaw_nb.config.settings import Configuration
-from openclaw_nb.config.settle import MPI_OVER_TCP, is_loopback
+from openclaw_nb.config.settle import MPI_OVER_TCP, cores_for_gpus, is_loopback
 from openclaw_nb.config.unbuilt import (
     MEMORY_LIMIT,
     REMOTE_MASTER,
@@ -381,7 +381,8 @@ def _of_cells(path: str, value: Any, configuration: Configuration, seen: Seen | 
     if seen is None:
         return _Outcome(sets)
     if name == "devices":
-        return _taking_part(sets, value, takers[0], seen)
+        cores = {} if seen.has_gpu else cores_for_gpus(configuration)
+        return _taking_part(sets, [cores.get(each, each) for each in value], takers[0], seen)
     return _in_last_cell(sets, name, takers, seen)
 
 

@@ -189,6 +189,8 @@ def test_devices_say_which_workers_take_part() -> None:
         assert (found.workers, found.took) == (("worker-1",), "the ranks of the next cell: worker-1")
     everyone = effect("devices: [CPU-0, CPU-1]", "devices")
     assert everyone.took == "the ranks of the next cell: all 2 workers"
+    fallen_back = effect("fallback: cpu\ndevices: [GPU-0, GPU-1]", "devices")
+    assert fallen_back.took == "the ranks of the next cell: all 2 workers"
     others = effect("devices: [CPU-0, CPU-2]", "devices")
     assert (others.workers, others.took) == ((), "not taken: workers are on other devices, and all take part")
 
