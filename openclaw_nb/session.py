@@ -12,7 +12,7 @@ import logging
 import os
 import socket
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from types import TracebackType
 from typing import Any
@@ -156,6 +156,7 @@ class Session:
                 raise
             master.listen(self.monitor.take)
             self._cluster = cluster
+            cluster.replaced = settled.replaced
             _set_up(master, configuration, [*settled.notes, *notes])
             return master
 
@@ -264,6 +265,8 @@ class OpenClawCluster:
         What file and variables say.
     cell : object or None
         In a notebook that has attached to the cluster, a handle of the cell that ran there.
+    replaced : mapping of str to str, or None
+        Since the start: the core in the place of each GPU that was named and is not there, by ``fallback: cpu``.
 
     Examples
     --------
@@ -296,10 +299,14 @@ class OpenClawCluster:
         self.oversubscribe = oversubscribe
         self.cell: Any = None
         self._master: MasterNode | None = None
+        self._started: list[str] | None = None
+        self.replaced: Mapping[str, str] | None = None
 
     def start(self, progress: Progress | None = None) -> OpenClawCluster:
         """Start the workers and form their process group; see `Session.start`."""
-        self._master = current_session().start(self, progress)
+        master = current_session().start(self, progress)
+        self._started = _devices_of(master)
+        self._master = master
         return self
 
     @classmethod
@@ -335,8 +342,8 @@ class OpenClawCluster:
     @property
     def cell_defaults(self) -> CellDefaults:
         """What the configuration says of cells: their strategy, and the defaults of its options."""
-        workers = self._master.workers if self._master is not None and self.running else []
-        return cell_defaults(self.configuration, [w.device.id for w in workers if not w.spare])
+        devices = _devices_of(self._master) if self._master is not None and self.running else []
+        return cell_defaults(self.configuration, devices, self._started, self.replaced)
 
     def effective_configuration(self) -> Table:
         """Return each configured key with its value, where that comes from, what it has set, and on which workers.
@@ -387,14 +394,14 @@ class OpenClawCluster:
         targets : sequence of int, optional
             The ranks that run it; all by default.
         """
-        defaults = self.cell_defaults
+        master, defaults = self.master, self.cell_defaults
         described = _described(strategy, defaults) if isinstance(strategy, str) else strategy
         if described is None or isinstance(described, StrategySpec):
             defaults.check(described)
-            return self.master.run_cell(source, strategy=described, targets=targets)
+            return master.run_cell(source, strategy=described, targets=targets)
         defaults.check(described.spec())
         targets = self._ranks_on(described.devices) if targets is None else targets
-        return self.master.run_cell(source, strategy=described.spec(), targets=targets)
+        return master.run_cell(source, strategy=described.spec(), targets=targets)
 
     def _ranks_on(self, devices: Sequence[str] | None) -> list[int] | None:
         if devices is None:
@@ -421,15 +428,16 @@ class OpenClawCluster:
         RemoteCellError
             With the traceback of the rank that raised first.
         """
+        master = self.master
         strategy = _described(strategy, self.cell_defaults) if isinstance(strategy, str) else strategy
-        self.master.push({"_openclaw_function": function, "_openclaw_arguments": arguments})
+        master.push({"_openclaw_function": function, "_openclaw_arguments": arguments})
         source = "_openclaw_result = _openclaw_function(**_openclaw_arguments)"
         result = self.run_cell(source, strategy=strategy).wait()
         assert result is not None
         if not result.ok:
             raise RemoteCellError(_what_failed(result))
-        ranks = self._ranks_on(getattr(strategy, "devices", None)) or range(self.master.world_size)
-        return [self.master.pull(["_openclaw_result"], rank)["_openclaw_result"] for rank in ranks]
+        ranks = self._ranks_on(getattr(strategy, "devices", None)) or range(master.world_size)
+        return [master.pull(["_openclaw_result"], rank)["_openclaw_result"] for rank in ranks]
 
     def stop(self) -> int:
         """End every process of the cluster; return how many there were."""
@@ -449,6 +457,10 @@ class OpenClawCluster:
             return "<OpenClawCluster: not running>"
         master = self.master
         return f"<OpenClawCluster {master.name}: {count_text(master.workers)}, {master.communication}>"
+
+
+def _devices_of(master: MasterNode) -> list[str]:
+    return [worker.device.id for worker in master.workers if not worker.spare]
 
 
 def _what_failed(result: RunResult) -> str:

@@ -5,13 +5,13 @@ Knows descriptions of strategies; does not know notebooks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from openclaw_nb.config.schema import fields_of
+from openclaw_nb.config.schema import BESIDE, fields_of
 from openclaw_nb.config.settings import Configuration
-from openclaw_nb.config.settle import allowed_precisions, replaced_device
+from openclaw_nb.config.settle import allowed_precisions, cores_for_gpus
 from openclaw_nb.core.errors import ConfigurationError
 from openclaw_nb.protocol.messages import StrategySpec
 from openclaw_nb.strategies import STRATEGIES
@@ -81,7 +81,12 @@ class CellDefaults:
             raise ConfigurationError([f"The cell asks for {precision}. {self._forbidden[precision]}"])
 
 
-def cell_defaults(configuration: Configuration, devices: Collection[str]) -> CellDefaults:
+def cell_defaults(
+    configuration: Configuration,
+    devices: Collection[str],
+    started: Collection[str] | None = None,
+    replaced: Mapping[str, str] | None = None,
+) -> CellDefaults:
     """Return what a configuration says of the cells of a cluster.
 
     Parameters
@@ -90,7 +95,15 @@ def cell_defaults(configuration: Configuration, devices: Collection[str]) -> Cel
         What is configured.
     devices : collection of str
         The devices of the workers.
+    started : collection of str, optional
+        Those of the workers that were started, which may be others by now; `devices` when not given.
+    replaced : mapping of str to str, optional
+        The core in the place of each GPU that is named and not there; by the configuration alone when not given.
     """
+    started = devices if started is None else started
+    if replaced is None:
+        has_gpus = any(device.startswith("GPU-") for device in started)
+        replaced = {} if has_gpus else cores_for_gpus(configuration)
     has_gpu = any(device.startswith("GPU-") for device in devices)
     paths = COMMON | (_OF_GPUS if has_gpu else {})
     common = {name: configuration.value(path) for name, path in paths.items()}
@@ -98,19 +111,17 @@ def cell_defaults(configuration: Configuration, devices: Collection[str]) -> Cel
     if "checkpoint_every" in common:
         common["checkpoint_every"] = f"{common['checkpoint_every']:.10g}s"
 
-    def placed(device: str) -> str:
-        return replaced_device(configuration, device, devices)
-
     own = {
-        path.partition(".")[2]: _placed(path, setting.value, placed)
+        path.partition(".")[2]: _placed(path, setting.value, replaced)
         for path, setting in configuration.settings.items()
         if path.startswith("strategy.") and path != "strategy.name"
     }
-    if set(own.get("devices", ())) == set(devices):
-        del own["devices"]  # all of them, which are all after a change of the workers, too
+    if "devices" in own and not set(own["devices"]) < set(started):
+        # All of them, which are all after a change of the workers, too; or others were asked for beside the file.
+        del own["devices"]
     strategy = configuration.strategy
-    if strategy is None and "sync_frequency" in own:
-        common["sync_frequency"] = own["sync_frequency"]
+    if strategy is None:  # what may stand beside the word for a strategy holds under each that a cell names
+        common |= {name: own[name] for name in BESIDE if name in own}
     forbidden = {
         precision: f"{worker.where}, capabilities of {worker.device_id}: {', '.join(worker.capabilities)}."
         for precision, worker in allowed_precisions(configuration).items()
@@ -124,10 +135,10 @@ def cell_defaults(configuration: Configuration, devices: Collection[str]) -> Cel
     )
 
 
-def _placed(path: str, value: Any, placed: Callable[[str], str]) -> Any:
+def _placed(path: str, value: Any, replaced: Mapping[str, str]) -> Any:
     """Return a value in which cores have taken the place of GPUs, where they have."""
     if path == "strategy.devices":
-        return tuple(placed(device) for device in value)
+        return tuple(replaced.get(device, device) for device in value)
     if path == "strategy.device_mapping":
-        return {layer: placed(device.upper()) for layer, device in value.items()}
+        return {layer: replaced.get(device.upper(), device.upper()) for layer, device in value.items()}
     return value

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from openclaw_nb.config.kinds import shown
-from openclaw_nb.config.schema import DEGREES, SAME, fields_of
+from openclaw_nb.config.schema import BESIDE, DEGREES, SAME, fields_of
 from openclaw_nb.config.settings import Configuration
 from openclaw_nb.core.errors import UsageError
 from openclaw_nb.strategies import STRATEGIES
@@ -66,7 +66,7 @@ def _fields(found: Configuration) -> Iterator[str]:
     names = [name for name in block if name not in _NOT_FIELDS]
     if setting is None:
         for name in names:
-            if name not in ("devices", "sync_frequency"):
+            if name not in BESIDE:
                 yield f"{found.place(block[name])}: name: is missing in strategy, such as name: data_parallel."
         return
     takes = fields_of(setting.value)

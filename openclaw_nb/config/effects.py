@@ -15,7 +15,7 @@ from openclaw_nb.config.cells import COMMON, CellDefaults
 from openclaw_nb.config.kinds import Size
 from openclaw_nb.config.schema import KEYS, fields_of
 from openclaw_nb.config.settings import Configuration
-from openclaw_nb.config.settle import MPI_OVER_TCP, is_loopback
+from openclaw_nb.config.settle import MPI_OVER_TCP, cores_for_gpus, is_loopback
 from openclaw_nb.config.unbuilt import (
     MEMORY_LIMIT,
     REMOTE_MASTER,
@@ -327,11 +327,11 @@ def _rdma(value: Any, seen: Seen) -> _Outcome:
 
 
 def _gpu_option(name: str) -> Callable[[Any, Seen], _Outcome]:
-    """Return how an option of data-parallel cells on GPUs is looked at."""
+    """Return how an option of strategy cells on GPUs is looked at."""
+    takers = [each for each in STRATEGIES if name in fields_of(each)]
 
     def look(value: Any, seen: Seen) -> _Outcome:
-        sets = f"the default of data-parallel cells: {_text(value)}"
-        return _in_last_cell(sets, name, ["data_parallel"], seen)
+        return _in_last_cell(f"the default of strategy cells: {_text(value)}", name, takers, seen)
 
     return look
 
@@ -375,12 +375,24 @@ def _of_cells(path: str, value: Any, configuration: Configuration, seen: Seen | 
             f"the default strategy, {default.value}, does not take it; with -s {' or '.join(takers)} it holds"
         )
         return _Outcome(f"{_NOT_APPLICABLE}{words}")
+    if name in ("checkpoint_every", "keep") and configuration.value("checkpoint.dir") is None:
+        return _Outcome(f"{_NOT_APPLICABLE}no checkpoint.dir; with --checkpoint DIR it holds")
     sets = f"{name} of {', '.join(takers)} cells that do not say it"
     if seen is None:
         return _Outcome(sets)
     if name == "devices":
-        return _Outcome(sets, took="the ranks of the next cell")
+        cores = {} if seen.has_gpu else cores_for_gpus(configuration)
+        return _taking_part(sets, [cores.get(each, each) for each in value], takers[0], seen)
     return _in_last_cell(sets, name, takers, seen)
+
+
+def _taking_part(sets: str, value: Sequence[str], taker: str, seen: Seen) -> _Outcome:
+    """Say which workers take part in the next cell: those that are chosen, or all where that is no choice."""
+    devices = seen.cells.fields_for(taker).get("devices", value)
+    workers = tuple(worker for worker, device in seen.devices.items() if device in devices)
+    if devices is value and len(workers) < len(seen.devices):
+        return _Outcome(sets, took="not taken: workers are on other devices, and all take part")
+    return _Outcome(sets, workers, f"the ranks of the next cell: {_listed(workers, seen)}")
 
 
 def _in_last_cell(sets: str, name: str, takers: Sequence[str], seen: Seen) -> _Outcome:
@@ -390,11 +402,14 @@ def _in_last_cell(sets: str, name: str, takers: Sequence[str], seen: Seen) -> _O
         return _Outcome(sets, took="from the next cell on")
     strategy = next(iter(last.values()))["name"]
     described = STRATEGIES[strategy](**seen.cells.fields_for(strategy)).spec()
-    if name not in described.options:
-        return _Outcome(sets, took="the last cell" if last else "-")
-    wanted = described.options[name]
+    wanted = described.options.get(name)  # None for torch's own way, which no worker is told
     took = tuple(worker for worker, cell in last.items() if cell["options"].get(name) == wanted)
-    words = size_text if name == "fusion_buffer_size" else _text
+
+    def words(option: Any) -> str:
+        if option is None:
+            return "the default"
+        return size_text(option) if name == "fusion_buffer_size" else _text(option)
+
     others = [f"{w}: the cell said {words(c['options'].get(name))}" for w, c in last.items() if w not in took]
     said = f"in the last cell: {words(wanted)} on {_listed(took, seen)}" if took else ""
     return _Outcome(sets, took, "; ".join(filter(None, (said, *others))))

@@ -232,8 +232,11 @@ def _override(merged: _Found, environment: Mapping[str, str]) -> None:
                 merged.problems.append(_contradicts(before, setting))
     for path, setting in given.items():
         for one, other in (*SAME, ("parallel.strategy", "strategy.name")):
-            if path in (one, other):  # it wins over the file's other name for the same thing, too
-                merged.settings.pop(other if path == one else one, None)
+            counterpart = {one: other, other: one}.get(path)
+            if counterpart is not None and counterpart not in given:
+                merged.settings.pop(
+                    counterpart, None
+                )  # it wins over the file's other name for the same thing, too
         merged.settings[path] = setting
     for name in environment:
         if name.startswith(_CHECKED_PREFIXES) and name not in known:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import count as counted_from
 
 from openclaw_nb.cluster.devices import Device, more_devices
 from openclaw_nb.config.settings import Configuration, DeclaredWorker
@@ -53,6 +54,8 @@ class Settled:
         As for `MasterNode`.
     environment : mapping of str to str
         Variables for each worker.
+    replaced : mapping of str to str
+        The core in the place of each GPU that is named and not there.
     notes : tuple of str
         What a person should know.
     """
@@ -63,6 +66,7 @@ class Settled:
     communication: str = "auto"
     host: str = "127.0.0.1"
     environment: Mapping[str, str] = field(default_factory=dict)
+    replaced: Mapping[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
 
 
@@ -93,23 +97,24 @@ def settle(
     backend = asked.backend or configuration.value("parallel.backend") or "local"
     if backend in UNBUILT_BACKENDS and asked.backend is None:
         raise ConfigurationError([f"{configuration.place('parallel.backend')}: {UNBUILT_BACKENDS[backend]}."])
-    workers, devices = _workers(configuration, asked, available)
     notes = _unbuilt(configuration, backend)
     has_gpu = any(device.kind == "gpu" for device in available)
-    if configuration.given("fallback") == "cpu" and not has_gpu:
-        devices, replaced = _on_cores(devices)
-        if backend == "cuda" or replaced:
-            backend = "local" if backend == "cuda" else backend
-            notes.append(
-                f"fallback: cpu: there is no GPU here, so the workers are on cores ({replaced or backend})."
-            )
+    replaced = {} if has_gpu else cores_for_gpus(configuration, asked.devices)
+    workers, devices, changed = _workers(configuration, asked, available, replaced)
+    if configuration.given("fallback") == "cpu" and not has_gpu and (backend == "cuda" or changed):
+        backend = "local" if backend == "cuda" else backend
+        words = ", ".join(f"{core} for {gpu}" for gpu, core in changed.items())
+        notes.append(
+            f"fallback: cpu: there is no GPU here, so the workers are on cores ({words or backend})."
+        )
     return Settled(
         workers=workers,
         devices=devices,
         backend=backend,
-        communication=asked.communication or _communication(configuration),
+        communication=_communication(configuration, asked.communication, backend),
         host=_host(configuration),
         environment=_environment(configuration, backend),
+        replaced=replaced,
         notes=tuple(notes),
     )
 
@@ -155,54 +160,72 @@ def _host(configuration: Configuration) -> str:
 
 
 def _workers(
-    configuration: Configuration, asked: Asked, available: Sequence[Device]
-) -> tuple[int | None, str | Sequence[str] | None]:
+    configuration: Configuration, asked: Asked, available: Sequence[Device], replaced: Mapping[str, str]
+) -> tuple[int | None, str | Sequence[str] | None, dict[str, str]]:
+    """Return how many workers, on which devices, and those of the replaced GPUs that are among them."""
     if asked.devices is not None:
-        return asked.workers, asked.devices
+        named = _ids(asked.devices)
+        if changed := _only(named, replaced):
+            return asked.workers, [replaced.get(device, device) for device in named], changed
+        return asked.workers, asked.devices, {}
     enabled = configuration.value("parallel.enabled") is not False
     configured = configuration.given("parallel.workers") if enabled else 1
     count = configured if asked.workers is None else asked.workers
-    named = [worker.device_id for worker in configuration.workers]
-    named = named or list(configuration.given("strategy.devices") or ())
+    named = _configured_ids(configuration)
     if not named:
-        return count, None
-    if count is None or count == len(named):
-        return len(named), named
-    if count < len(named):
-        return count, named[:count]
-    return count, [
-        *named,
-        *more_devices(named, count - len(named), available, oversubscribe=asked.oversubscribe),
-    ]
+        return count, None, {}
+    named = named[:count]
+    changed = _only(named, replaced)
+    named = [replaced.get(device, device) for device in named]
+    if count is None or count <= len(named):
+        return len(named) if count is None else count, named, changed
+    further = more_devices(named, count - len(named), available, oversubscribe=asked.oversubscribe)
+    return count, [*named, *further], changed
 
 
-def _on_cores(devices: str | Sequence[str] | None) -> tuple[str | Sequence[str] | None, str]:
-    """Put cores in the place of GPUs, and say which."""
-    if devices is None or isinstance(devices, str):
-        return devices, ""
-    cores = {device: f"CPU-{index}" for index, device in enumerate(devices)}
-    named = [cores[device] if device.startswith("GPU-") else device for device in devices]
-    changed = [f"{one} for {other}" for one, other in zip(named, devices, strict=True) if one != other]
-    return named, ", ".join(changed)
+def _only(named: Sequence[str], replaced: Mapping[str, str]) -> dict[str, str]:
+    return {device: replaced[device] for device in named if device in replaced}
 
 
-def replaced_device(configuration: Configuration, device: str, used: Collection[str]) -> str:
-    """Return the device that a worker runs on for a configured one: the same, unless it fell back to a core.
+def _ids(devices: str | Sequence[str]) -> list[str]:
+    words = devices.split(",") if isinstance(devices, str) else devices
+    return [word.strip().upper() for word in words if word.strip()]
+
+
+def _configured_ids(configuration: Configuration) -> list[str]:
+    """Return the devices on which a configuration wants workers, in order."""
+    workers = [worker.device_id for worker in configuration.workers]
+    return workers or list(configuration.given("strategy.devices") or ())
+
+
+def cores_for_gpus(
+    configuration: Configuration, devices: str | Sequence[str] | None = None
+) -> dict[str, str]:
+    """Return the core that takes the place of each GPU that is named, by ``fallback: cpu``, where there is no GPU.
+
+    Each gets the lowest core that is named nowhere beside it and no other has got.
 
     Parameters
     ----------
     configuration : Configuration
-        With the order of devices.
-    device : str
-        As it is configured.
-    used : collection of str
-        The devices of the workers.
+        What is configured: the devices of workers, then those of the strategy and of its layers.
+    devices : str or sequence of str, optional
+        What was asked for beside it, for a GPU that both name the one that counts.
     """
-    if device in used or configuration.given("fallback") != "cpu":
-        return device
-    named = [worker.device_id for worker in configuration.workers]
-    named = named or list(configuration.given("strategy.devices") or ())
-    return f"CPU-{named.index(device)}" if device in named else device
+    if configuration.given("fallback") != "cpu":
+        return {}
+    configured = [
+        *_configured_ids(configuration),
+        *(configuration.given("strategy.devices") or ()),
+        *_ids(list((configuration.given("strategy.device_mapping") or {}).values())),
+    ]
+    return _lowest_cores(configured) | _lowest_cores([] if devices is None else _ids(devices))
+
+
+def _lowest_cores(named: Sequence[str]) -> dict[str, str]:
+    free = (core for core in map("CPU-{}".format, counted_from()) if core not in named)
+    gpus = dict.fromkeys(device for device in named if device.startswith("GPU-"))
+    return {gpu: next(free) for gpu in gpus}
 
 
 def check_threads(configuration: Configuration, num_workers: int, cores: int, *, oversubscribe: bool) -> None:
@@ -251,24 +274,38 @@ MPI_OVER_TCP = {"OMPI_MCA_btl": "self,tcp", "OMPI_MCA_btl_tcp_if_include": "lo"}
 # ------------------------------------------------------------------------------------------- capabilities
 
 
-def _communication(configuration: Configuration) -> str:
+def _communication(configuration: Configuration, asked: str | None, backend: str) -> str:
     """Return what workers communicate with, within what all of them may use."""
-    wanted: str = configuration.value("parallel.communication") or "auto"
+    wanted: str = asked or configuration.value("parallel.communication") or "auto"
     limits = [(worker, _named(worker, _COMMUNICATIONS)) for worker in configuration.workers]
     limits = [(worker, words) for worker, words in limits if words]
     if wanted != "auto":
+        place = "--communication (communication=)" if asked else ""
         problems = [
             f"{worker.where}, capabilities: {', '.join(words)} leave out {wanted}, which "
-            f"{configuration.place('parallel.communication')} asks for."
+            f"{place or configuration.place('parallel.communication')} asks for."
             for worker, words in limits
-            if wanted not in words
+            if wanted in _COMMUNICATIONS and wanted not in words
         ]
         if problems:
             raise ConfigurationError(problems)
         return wanted
-    if limits and not any("nccl" in words for _, words in limits):
-        return "gloo" if all("gloo" in words for _, words in limits) else wanted
-    return wanted
+    common = [word for word in _COMMUNICATIONS if all(word in words for _, words in limits)]
+    if "nccl" in common:  # which falls back by itself where there is no GPU
+        return wanted
+    if "gloo" in common:
+        return "gloo"
+    if "mpi" in common and backend == "mpi":
+        return "mpi"
+    told = [
+        f"{worker.where}, capabilities of {worker.device_id}: {', '.join(words)}" for worker, words in limits
+    ]
+    needs = ": mpi needs backend: mpi" if common else ""
+    raise ConfigurationError(
+        [
+            f"{'; '.join(told)}. The workers have no communication in common{needs}. Say gloo in each, or leave it out."
+        ]
+    )
 
 
 def _named(worker: DeclaredWorker, words: Sequence[str]) -> list[str]:

@@ -151,7 +151,11 @@ class _Reader:
             raise ConfigurationError([f"{self._where(node)}: {self._refused(node)}"])
         try:
             return loader.construct_object(node)
-        except (ValueError, KeyError, OverflowError):  # "0x", or more digits than a number may have
+        except (
+            ValueError,
+            LookupError,
+            OverflowError,
+        ):  # "0x", nothing at all, or more digits than a number may have
             raise ConfigurationError(
                 [f"{self._where(node)}: {shown(node.value)} cannot be read as {kind}; put text in quotes."]
             ) from None

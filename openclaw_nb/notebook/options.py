@@ -709,13 +709,12 @@ def parse_cell(
     name = canonical_strategy(given.strategy)
     for role in ("model", "optimizer", "loader"):
         _check_identifier(role, getattr(given, role))
-    if given.checkpoint is None and (given.checkpoint_every or given.keep or given.resume):
+    has_directory = given.checkpoint is not None or "checkpoint" in defaults.fields_for(name)
+    if not has_directory and (given.checkpoint_every or given.keep or given.resume):
         raise UsageError("--checkpoint-every, --keep and --resume need --checkpoint DIR.")
     refuse_others(name, given, [(_attribute(each), each.names[-1]) for each in CELL.arguments])
     strategy = describe(name, given, defaults)
-    targets = given.targets or (
-        ",".join(strategy.devices) if strategy.devices and defaults.strategy else None
-    )
+    targets = given.targets or (",".join(strategy.devices) if strategy.devices else None)
     spec = strategy.spec(
         model=given.model,
         optimizer=given.optimizer,

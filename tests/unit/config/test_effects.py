@@ -15,6 +15,7 @@ from openclaw_nb.config.load import load
 from openclaw_nb.config.schema import KEYS
 from openclaw_nb.config.settings import Configuration
 from openclaw_nb.config.unbuilt import UNBUILT_KEYS
+from openclaw_nb.strategies import STRATEGIES
 
 CORES = [Device(f"CPU-{i}", "cpu", i, "core") for i in range(2)]
 
@@ -108,14 +109,15 @@ def test_the_same_keys_where_they_apply() -> None:
     assert found.workers == ("worker-0",)
     fraction = effect("parallel: {gpu_memory_fraction: 0.5}", "parallel.gpu_memory_fraction", devices=gpus)
     assert (fraction.sets, fraction.took) == (
-        "the default of data-parallel cells: 0.5",
+        "the default of strategy cells: 0.5",
         "from the next cell on",
     )
-    cell = report(cell={"name": "data_parallel", "options": {"gpu_memory_fraction": 0.5}})
-    fraction = effect(
-        "parallel: {gpu_memory_fraction: 0.5}", "parallel.gpu_memory_fraction", cell, devices=gpus
-    )
-    assert fraction.took == "in the last cell: 0.5 on worker-0"
+    for name in STRATEGIES:
+        cell = report(cell={"name": name, "options": {"gpu_memory_fraction": 0.5}})
+        fraction = effect(
+            "parallel: {gpu_memory_fraction: 0.5}", "parallel.gpu_memory_fraction", cell, devices=gpus
+        )
+        assert fraction.took == "in the last cell: 0.5 on worker-0"
     told = report(environment={"OMPI_MCA_btl": "self,tcp"}, transport="sums by MPI, dist.* by gloo")
     facts = {"backend": "mpi", "communication": "sums by MPI, dist.* by gloo"}
     shared = effect("parallel: {mpi_shared_memory: false}", "parallel.mpi_shared_memory", told, told, **facts)
@@ -145,6 +147,52 @@ def test_options_of_cells_are_those_of_the_last_one() -> None:
     assert effect(sharded, key).sets == (
         "not applicable: the default strategy, sharded, does not take it; with -s data_parallel it holds"
     )
+
+
+def test_an_option_that_is_not_told_is_looked_at_too() -> None:
+    text, key = "strategy: {name: data, precision: fp32}", "strategy.precision"
+    plain = report(cell={"name": "data_parallel", "options": {}})
+    half = report(cell={"name": "data_parallel", "options": {"precision": {"name": "bf16"}}})
+    assert effect(text, key, plain, plain).took == "in the last cell: the default on all 2 workers"
+    found = effect(text, key, plain, half)
+    assert found.workers == ("worker-0",)
+    assert found.took == "in the last cell: the default on worker-0; worker-1: the cell said name: bf16"
+    wanted = "strategy: {name: data, precision: bf16}"
+    assert effect(wanted, key, plain, plain).took.startswith("worker-0: the cell said the default")
+
+
+@pytest.mark.parametrize(
+    ("text", "key"),
+    [
+        ("strategy: data\ncheckpoint: {interval: 60}", "checkpoint.interval"),
+        ("checkpoint: {interval: 60}", "checkpoint.interval"),
+        ("strategy: {name: data, keep: 2}", "strategy.keep"),
+    ],
+)
+def test_checkpoints_without_a_directory_are_not_applicable(text: str, key: str) -> None:
+    last = report(cell={"name": "data_parallel", "options": {}})
+    why = "not applicable: no checkpoint.dir; with --checkpoint DIR it holds"
+    assert effect(text, key, last, last).sets == why
+    found = read(text)
+    assert {each.key: each.sets for each in effects(found, None)}[key] == why
+
+
+def test_checkpoints_with_a_directory() -> None:
+    text = "strategy: {name: data, keep: 2}\ncheckpoint: {dir: points, interval: 60}"
+    for key in ("checkpoint.interval", "strategy.keep"):
+        assert effect(text, key).took == "from the next cell on"
+
+
+def test_devices_say_which_workers_take_part() -> None:
+    for text in ("devices: [CPU-1]", "strategy: data\ndevices: [CPU-1]"):
+        found = effect(text, "devices")
+        assert (found.workers, found.took) == (("worker-1",), "the ranks of the next cell: worker-1")
+    everyone = effect("devices: [CPU-0, CPU-1]", "devices")
+    assert everyone.took == "the ranks of the next cell: all 2 workers"
+    fallen_back = effect("fallback: cpu\ndevices: [GPU-0, GPU-1]", "devices")
+    assert fallen_back.took == "the ranks of the next cell: all 2 workers"
+    others = effect("devices: [CPU-0, CPU-2]", "devices")
+    assert (others.workers, others.took) == ((), "not taken: workers are on other devices, and all take part")
 
 
 def test_what_was_said_beside_it_is_shown_as_such() -> None:

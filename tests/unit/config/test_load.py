@@ -229,6 +229,13 @@ def test_files_that_cannot_be_read(folder: Path) -> None:
     ]
 
 
+@pytest.mark.parametrize("text", ['!!int ""', '!!int "-"', '!!float ""', '!!bool "maybe"'])
+def test_a_tag_that_its_text_does_not_fit(text: str) -> None:
+    (problem,) = problems(f"parallel: {{workers: {text}}}")
+    assert problem.startswith("a.yaml, line 1: ")
+    assert "cannot be read as" in problem
+
+
 def test_what_would_fill_the_memory_is_refused() -> None:
     bomb = "a: &a [x, x, x, x, x, x, x, x, x, x]\n" + "".join(
         f"{chr(98 + i)}: &{chr(98 + i)} [{', '.join([f'*{chr(97 + i)}'] * 10)}]\n" for i in range(8)
@@ -290,6 +297,12 @@ def test_variables_win_over_the_file() -> None:
     assert found.given("parallel.timeout") == 60.0
 
 
+def test_two_variables_for_one_thing_that_agree() -> None:
+    found = read("strategy: model", OPENCLAW_STRATEGY="data", OPENCLAW_PARALLEL_STRATEGY="data_parallel")
+    assert found.given("strategy.name") == found.given("parallel.strategy") == "data_parallel"
+    assert read("sync_frequency: 9", OPENCLAW_SYNC_INTERVAL="3").given("strategy.sync_frequency") is None
+
+
 @pytest.mark.parametrize(
     ("variables", "said"),
     [
@@ -303,6 +316,16 @@ def test_variables_win_over_the_file() -> None:
             "OPENCLAW_WORKERS, parallel.workers: 2 contradicts 3",
         ),
         ({"OPENCLAW_LOG_LEVEL": "[["}, "OPENCLAW_LOG_LEVEL: '[[' cannot be read."),
+        (
+            {"OPENCLAW_STRATEGY": "data", "OPENCLAW_PARALLEL_STRATEGY": "pipeline"},
+            "OPENCLAW_PARALLEL_STRATEGY, parallel.strategy: 'pipeline' contradicts 'data_parallel' of strategy "
+            "(OPENCLAW_STRATEGY)",
+        ),
+        (
+            {"OPENCLAW_SYNC_FREQUENCY": "2", "OPENCLAW_SYNC_INTERVAL": "3"},
+            "OPENCLAW_SYNC_FREQUENCY, strategy.sync_frequency: 2 contradicts 3 of parallel.sync_interval "
+            "(OPENCLAW_SYNC_INTERVAL)",
+        ),
     ],
 )
 def test_wrong_variables(variables: dict[str, str], said: str) -> None:

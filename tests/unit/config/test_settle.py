@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from openclaw_nb.cluster.devices import Device
+from openclaw_nb.cluster.devices import Device, choose_devices
 from openclaw_nb.config.cells import CellDefaults, cell_defaults
 from openclaw_nb.config.load import load
 from openclaw_nb.config.settings import Configuration
 from openclaw_nb.config.settle import Asked, Settled, check_capabilities, check_threads, settle
-from openclaw_nb.core.errors import ConfigurationError, ResourceError, UsageError
+from openclaw_nb.core.errors import ConfigurationError, NotStartedError, ResourceError, UsageError
 from openclaw_nb.notebook.options import parse_cell, split_line
 from openclaw_nb.protocol.placement import SETTINGS
+from openclaw_nb.session import OpenClawCluster, Session
 
 CORES = [Device(f"CPU-{i}", "cpu", i, "core") for i in range(4)]
 GPUS = [Device(f"GPU-{i}", "gpu", i, "gpu", 16 * 1024**3) for i in range(4)]
@@ -80,6 +82,49 @@ def test_cores_take_the_place_of_gpus() -> None:
     mapping = "strategy: {name: model, model_layers: [a, b], device_mapping: {a: GPU-1, b: GPU-3}}"
     fields = cell_defaults(read(text + mapping), ["CPU-0", "CPU-1"]).fields_for("model_parallel")
     assert fields["device_mapping"] == {"a": "CPU-1", "b": "CPU-0"}
+
+
+ONE = "fallback: cpu\nworkers: [{device_id: GPU-0}]\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "asked", "devices"),
+    [
+        (f"{ONE}parallel: {{workers: 2}}", {}, ["CPU-0", "CPU-1"]),
+        (ONE, {"workers": 3}, ["CPU-0", "CPU-1", "CPU-2"]),
+        ("fallback: cpu\nworkers: [{device_id: GPU-0}, {device_id: GPU-1}]", {"workers": 1}, ["CPU-0"]),
+        ("fallback: cpu\nworkers: [{device_id: GPU-0}, {device_id: CPU-0}]", {}, ["CPU-1", "CPU-0"]),
+        ("fallback: cpu\nworkers: [{device_id: CPU-1}, {device_id: GPU-0}]", {}, ["CPU-1", "CPU-0"]),
+        ("fallback: cpu\nstrategy: data\ndevices: [GPU-0, CPU-0]", {}, ["CPU-1", "CPU-0"]),
+        ("fallback: cpu", {"devices": "GPU-0, gpu-1"}, ["CPU-0", "CPU-1"]),
+        ("fallback: cpu", {"devices": "GPU-0"}, ["CPU-0"]),
+        ("fallback: cpu", {"devices": ["CPU-0", "GPU-0"]}, ["CPU-0", "CPU-1"]),
+        ("fallback: cpu", {"devices": "auto"}, "auto"),
+        (ONE, {"devices": "CPU-3"}, "CPU-3"),
+    ],
+)
+def test_every_way_to_name_a_gpu_falls_back(text: str, asked: dict[str, Any], devices: Any) -> None:
+    found = settled(text, **asked)
+    assert found.devices == devices
+    chosen = choose_devices(
+        found.workers, found.devices, available=CORES, memory_available_bytes=64 * GIB, oversubscribe=False
+    )
+    assert found.devices == "auto" or len(chosen) == len(devices if isinstance(devices, list) else [devices])
+
+
+def test_cells_and_workers_fall_back_to_the_same_cores() -> None:
+    found = read(
+        "fallback: cpu\nworkers: [{device_id: CPU-0}, {device_id: GPU-1}]\nstrategy: data\ndevices: [GPU-1]"
+    )
+    start = settle(found, Asked(), CORES)
+    assert start.devices == ["CPU-0", "CPU-1"]
+    defaults = cell_defaults(found, ["CPU-0", "CPU-1"], ["CPU-0", "CPU-1"], start.replaced)
+    assert defaults.fields_for("data_parallel")["devices"] == ("CPU-1",)
+    mapping = "{a: GPU-1, b: GPU-3}"
+    layers = f"fallback: cpu\nstrategy: {{name: model, model_layers: [a, b], device_mapping: {mapping}}}"
+    fields = cell_defaults(read(layers), ["CPU-0", "CPU-1"]).fields_for("model_parallel")
+    assert fields["device_mapping"] == {"a": "CPU-0", "b": "CPU-1"}
+    assert settled(layers, [*GPUS, *CORES]).replaced == {}
 
 
 @pytest.mark.parametrize(
@@ -152,6 +197,49 @@ def test_capabilities_limit_communication_and_precision() -> None:
         ConfigurationError, match=r"asks for bf16\. a\.yaml, line 1, capabilities of CPU-0: fp32, gloo"
     ):
         parse_cell(["-s", "data", "--precision", "bf16"], defaults)
+
+
+def limited(*words: str, rest: str = "") -> str:
+    entries = [f"{{device_id: CPU-{i}, capabilities: [{each}]}}" for i, each in enumerate(words)]
+    return f"workers: [{', '.join(entries)}]\n{rest}"
+
+
+@pytest.mark.parametrize(
+    ("text", "communication"),
+    [
+        (limited("nccl, gloo", "gloo"), "gloo"),
+        (limited("gloo", "gloo, nccl"), "gloo"),
+        (limited("nccl, gloo", "nccl"), "auto"),
+        (limited("nccl, gloo", "fp32"), "auto"),  # the second names none, which is no limit
+        (limited("mpi", "mpi, nccl", rest="parallel: {backend: mpi}"), "mpi"),
+    ],
+)
+def test_auto_is_what_all_workers_may_use(text: str, communication: str) -> None:
+    assert settled(text).communication == communication
+    assert settled(text, communication="auto").communication == communication
+
+
+@pytest.mark.parametrize(
+    ("text", "asked", "said"),
+    [
+        (
+            limited("nccl", "gloo"),
+            {},
+            "CPU-0: nccl; a.yaml, line 1, capabilities of CPU-1: gloo. The workers have no",
+        ),
+        (limited("mpi", "mpi"), {}, "no communication in common: mpi needs backend: mpi. Say gloo in each"),
+        (
+            limited("gloo", "nccl, gloo"),
+            {"communication": "nccl"},
+            "gloo leave out nccl, which --communication (comm",
+        ),
+        (limited("nccl"), {"communication": "gloo"}, "nccl leave out gloo, which --communication"),
+    ],
+)
+def test_communication_that_a_worker_may_not_use(text: str, asked: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        settled(text, **asked)
+    assert said in str(caught.value)
 
 
 def test_capabilities_are_compared_with_the_devices() -> None:
@@ -233,6 +321,21 @@ def test_the_magic_line_wins_option_by_option() -> None:
     assert found == {"stages": [["a"], ["b"]]}
 
 
+@pytest.mark.parametrize("line", ["--resume", "--keep 5", "--checkpoint-every 7", "-s data --resume"])
+def test_options_of_checkpoints_take_the_configured_directory(line: str) -> None:
+    found = options(line, "strategy: data\ncheckpoint: {dir: points}", trains=True)[1]
+    assert found["checkpoint"] == "points"
+    changed = {
+        "--resume": ("resume", True),
+        "--keep": ("keep", 5),
+        "--checkpoint-every": ("checkpoint_every", "7"),
+    }
+    key, value = next(changed[word] for word in line.split() if word in changed)
+    assert str(found[key]) == str(value)
+    with pytest.raises(UsageError, match="--checkpoint-every, --keep and --resume need --checkpoint DIR"):
+        options(line, "strategy: data", trains=True)
+
+
 def test_options_for_gpus_are_set_on_gpus() -> None:
     assert "gpu_memory_fraction" not in options("", trains=True)[1]
     assert options("", devices=("GPU-0",), trains=True)[1]["gpu_memory_fraction"] == 0.5
@@ -244,6 +347,56 @@ def test_devices_of_the_strategy_are_the_targets() -> None:
     assert parse_cell(["-t", "0"], defaults, trains=True).targets == "0"
     everyone = cell_defaults(read("strategy: {name: data, devices: [CPU-1, CPU-0]}"), ["CPU-0", "CPU-1"])
     assert parse_cell([], everyone, trains=True).targets is None
+
+
+def test_devices_without_a_strategy_hold_under_every_one_that_a_cell_names() -> None:
+    defaults = cell_defaults(read("devices: [CPU-1]\nsync_frequency: 3"), ["CPU-0", "CPU-1"])
+    assert parse_cell([], defaults, trains=True).strategy is None
+    for name in ("data", "sharded", "pipeline"):
+        assert parse_cell(["-s", name], defaults).targets == "CPU-1"
+        assert parse_cell(["-s", name, "-t", "0"], defaults).targets == "0"
+
+
+@pytest.mark.parametrize(
+    ("started", "now", "targets"),
+    [
+        (["CPU-0", "CPU-1"], ["CPU-0"], None),  # all took part, and one was removed
+        (["CPU-0", "CPU-1"], ["CPU-0", "CPU-1", "CPU-2"], None),  # all took part, and one was added
+        (["CPU-0"], ["CPU-0"], None),  # fewer were asked for than are named
+        (["CPU-2", "CPU-3"], ["CPU-2", "CPU-3"], None),  # others were
+        (["CPU-0", "CPU-1", "CPU-2"], ["CPU-0", "CPU-1"], "CPU-0,CPU-1"),  # these two alone, from the start
+    ],
+)
+def test_whether_all_take_part_is_decided_at_the_start(
+    started: list[str], now: list[str], targets: str | None
+) -> None:
+    found = read("strategy: {name: data, devices: [CPU-0, CPU-1]}")
+    assert parse_cell([], cell_defaults(found, now, started), trains=True).targets == targets
+
+
+def test_a_cluster_remembers_what_it_was_started_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    Path("a.yaml").write_text("strategy: {name: data, devices: [CPU-0, CPU-1]}")
+    workers = [SimpleNamespace(device=device, spare=False) for device in CORES[:2]]
+    master = SimpleNamespace(workers=workers, running=True)
+    monkeypatch.setattr(Session, "start", lambda *_: master)
+    cluster = OpenClawCluster(config_path="a.yaml").start()
+    workers.append(SimpleNamespace(device=CORES[2], spare=False))
+    assert "devices" not in cluster.cell_defaults.fields_for("data_parallel")
+    del workers[0]
+    assert "devices" not in cluster.cell_defaults.fields_for("data_parallel")
+
+
+@pytest.mark.parametrize("text", ["", "strategy: data", "strategy: data\ndevices: [CPU-0]"])
+def test_a_cluster_that_does_not_run_says_so(text: str) -> None:
+    Path("a.yaml").write_text(text)
+    cluster = OpenClawCluster(config_path="a.yaml")
+    assert cluster.cell_defaults.strategy == ("data_parallel" if text else None)
+    with pytest.raises(NotStartedError):
+        cluster.run_cell("x = 1", strategy="data")
+    with pytest.raises(NotStartedError):
+        cluster.run("another word", print)
+    with pytest.raises(NotStartedError):
+        cluster.run_cell("x = 1", strategy="another word")
 
 
 def test_nothing_configured_changes_no_cell() -> None:
