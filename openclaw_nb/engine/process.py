@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import atexit
 import gc
+import json
 import os
 import sys
+import time
+from pathlib import Path
 from typing import Any
 
 from ipyparallel.engine import app as engine_app
@@ -13,6 +16,8 @@ from ipyparallel.engine import app as engine_app
 from openclaw_nb.engine import preload, settings
 from openclaw_nb.engine.kernel import WorkerKernel
 from openclaw_nb.engine.place import find_place, take_place
+
+_LOOK_SECONDS = 0.05
 
 
 class WorkerApp(engine_app.IPEngine):  # type: ignore[misc]
@@ -24,6 +29,21 @@ class WorkerApp(engine_app.IPEngine):  # type: ignore[misc]
         """Set the engine up, and let what this package logs go where its own log goes."""
         super().initialize(argv)
         settings.share_log(self.log, self.log_level)
+
+    def load_connection_file(self) -> None:
+        """Read where the controller is, once its file is whole: it makes the file first and fills it after."""
+        deadline = time.monotonic() + self.wait_for_url_file
+        while not _is_whole(Path(self.url_file)) and time.monotonic() < deadline:
+            time.sleep(_LOOK_SECONDS)
+        super().load_connection_file()
+
+
+def _is_whole(file: Path) -> bool:
+    try:
+        json.loads(file.read_text())
+    except ValueError:
+        return False
+    return True
 
 
 def main() -> None:

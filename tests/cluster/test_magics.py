@@ -446,6 +446,10 @@ def test_stop_while_a_cell_runs(notebook: Notebook) -> None:
     assert ran.error.startswith("CellInterrupted: Stopped")
     notebook.good("import time\nwhile cluster.running: time.sleep(0.1)")
     assert len(pids) == 2
+    # `running` is false from the first moment of a stop.
+    deadline = time.monotonic() + 30
+    while any(psutil.pid_exists(pid) for pid in pids) and time.monotonic() < deadline:
+        time.sleep(0.1)
     assert not any(psutil.pid_exists(pid) for pid in pids)
 
 

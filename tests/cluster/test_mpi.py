@@ -451,16 +451,15 @@ def test_a_missing_mpiexec_is_told_before_anything_starts(tmp_path: Path) -> Non
         f"sys.path[:0] = {[path for path in sys.path if path]!r}\n"
         "from openclaw_nb.session import OpenClawCluster\n"
         "from openclaw_nb.cluster.files import read_notes\n"
-        "before = len(read_notes())\n"
         "try:\n"
         "    OpenClawCluster(workers=2, backend='mpi', oversubscribe=True).start()\n"
         "except ValueError as error:\n"
         "    print(error)\n"
-        "assert len(read_notes()) == before\n"
+        "assert read_notes() == []\n"
     )
     told = subprocess.run(
         [str(link), "-c", script],
-        env={**os.environ, "PATH": str(tmp_path)},
+        env={**os.environ, "PATH": str(tmp_path), "OPENCLAW_RUNTIME_DIR": str(tmp_path / "runtime")},
         capture_output=True,
         text=True,
         timeout=HANG_SECONDS,
