@@ -328,7 +328,9 @@ def test_out_of_memory_says_what_used_it_and_what_would_fit(lab: Lab) -> None:
     assert 6.1 <= float(number) < 9
     number, unit = sizes["activations and temporary values (estimate)"]
     assert unit == "MiB"
-    assert 250 < float(number) < 1000  # what the limit had left for them, and what earlier cells left free in the heap
+    assert (
+        250 < float(number) < 1000
+    )  # what the limit had left for them, and what earlier cells left free in the heap
     reached, total = map(int, re.findall(r"at layer (\d+) of (\d+)", report)[0])
     assert total == 73
     assert 3 <= reached <= 20
