@@ -1,0 +1,49 @@
+"""The command line: ``openclaw``, also called ``openclaw-cli``.
+
+Exit codes are 0, 1 (failed) and 2 (not understood). One module a kind of command: it adds its parsers, and what they
+run returns the text to print. Parses, calls, prints; everything else is below.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from openclaw_nb._version import __version__
+from openclaw_nb.cli import configuration, host
+from openclaw_nb.core.errors import OpenClawError, UsageError
+
+_FAILED = 1
+_NOT_UNDERSTOOD = 2
+_KINDS = (host, configuration)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command; return the exit code."""
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    if options.command is None:
+        parser.print_help(sys.stderr)
+        return _NOT_UNDERSTOOD
+    try:
+        print(options.run(options))
+    except UsageError as error:
+        print(f"openclaw: {error}", file=sys.stderr)
+        return _NOT_UNDERSTOOD
+    except OpenClawError as error:
+        print(f"openclaw: {error}", file=sys.stderr)
+        return _FAILED
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="openclaw",
+        description="Run PyTorch notebook cells on several devices: the parts beside notebooks.",
+    )
+    parser.add_argument("--version", action="version", version=f"openclaw-nb {__version__}")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND")
+    for kind in _KINDS:
+        kind.add_to(commands)
+    return parser
