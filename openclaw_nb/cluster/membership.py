@@ -416,7 +416,7 @@ class Membership:
             self.workers[number].busy_with = run_id
 
     def replace_running(self, number: int, ready: Callable[[int], None]) -> None:
-        """Start a new process in the place of one that died while a cell runs, in the background.
+        """Start a new process in the place of one that died, in the background, while the cell runs.
 
         Parameters
         ----------
@@ -428,9 +428,11 @@ class Membership:
         thread = threading.Thread(
             target=self._replace, args=(self.workers[number], ready), name="openclaw-replace", daemon=True
         )
-        self._replacing = [each for each in self._replacing if each.is_alive()]
-        self._replacing.append(thread)
-        thread.start()
+        with self._changed:
+            if not self._in_run:  # the cell has ended meanwhile: `after_run` lets this one be mended
+                return
+            thread.start()
+            self._replacing = [each for each in self._replacing if each.is_alive()] + [thread]
 
     def _replace(self, worker: Worker, ready: Callable[[int], None]) -> None:
         self._blank.add(worker.number)
@@ -447,13 +449,14 @@ class Membership:
             ready(worker.number)
 
     def take_spare(self, number: int) -> int | None:
-        """Let a spare take the place of a worker, which becomes one; return its number, or None."""
-        spare = next((w for w in self.workers if w.spare and w.alive and w.store_port), None)
-        if spare is None:
-            return None
-        spare.spare, self.workers[number].spare = False, True
-        self._blank.add(spare.number)
-        return spare.number
+        """Let a spare take the place of a worker in the cell that runs; return its number, or None."""
+        with self._changed:
+            spare = next((w for w in self.workers if w.spare and w.alive and w.store_port), None)
+            if spare is None or not self._in_run:
+                return None
+            spare.spare, self.workers[number].spare = False, True
+            self._blank.add(spare.number)
+            return spare.number
 
     def add(self, devices: Sequence[Device]) -> list[Worker]:
         """Start workers beside those that there are; return when they can join a group.
