@@ -26,7 +26,9 @@ def members() -> tuple[Membership, Launch]:
     launch = Launch()
     found = Membership(cast(Any, None), cast(Any, launch), "127.0.0.1", "gloo", "c")
     found.workers = [
-        Worker(number=n, device=Device(f"CPU-{n}", "cpu", n, "a core"), alive=True, store_port=1, spare=n == 2)
+        Worker(
+            number=n, device=Device(f"CPU-{n}", "cpu", n, "a core"), alive=True, store_port=1, spare=n == 2
+        )
         for n in range(3)
     ]
     return found, launch
