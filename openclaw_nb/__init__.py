@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from openclaw_nb._version import __version__
 
 if TYPE_CHECKING:
+    from openclaw_nb.cluster.join.node import WorkerNode
     from openclaw_nb.cluster.master import MasterNode
     from openclaw_nb.scheduler import PipelineScheduler
     from openclaw_nb.session import OpenClawCluster, resize_workers
@@ -20,6 +21,7 @@ __all__ = [
     "MasterNode",
     "OpenClawCluster",
     "PipelineScheduler",
+    "WorkerNode",
     "__version__",
     "load_ipython_extension",
     "resize_workers",
@@ -30,6 +32,7 @@ _HOMES = {
     "MasterNode": "openclaw_nb.cluster.master",
     "OpenClawCluster": "openclaw_nb.session",
     "PipelineScheduler": "openclaw_nb.scheduler",
+    "WorkerNode": "openclaw_nb.cluster.join.node",
     "resize_workers": "openclaw_nb.session",
 }
 

@@ -175,8 +175,19 @@ class Door:
             engine_set_id=f"worker-{worker}-{time.monotonic_ns()}",
             engine_cmd=_ENGINE,
             engine_args=[f"--IPEngine.id={worker}", _WAIT_FOR_CONTROLLER],
-            environment={**self._environment, **environment, "OPENCLAW_STORE_HOST": host},
+            environment=self.engine_environment(environment, host),
         )
+
+    def engine_environment(self, environment: Mapping[str, str], host: str) -> dict[str, str]:
+        """Return the variables of an engine's process, with those of every process of the cluster."""
+        return {**self._environment, **environment, "OPENCLAW_STORE_HOST": host}
+
+    def engine_connection(self) -> dict[str, Any]:
+        """Return what an engine must know to connect, keys among it: the content of the controller's file for engines."""
+        file = os.path.join(self.directory, "security", f"ipcontroller-{self.cluster_id}-engine.json")
+        with open(file, encoding="utf-8") as content:
+            found: dict[str, Any] = json.load(content)
+        return found
 
     def start_engines_by_mpi(
         self, mpiexec: str, environment: Mapping[str, str], by_rank: Sequence[Mapping[str, str]], host: str

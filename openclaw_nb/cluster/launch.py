@@ -41,6 +41,9 @@ class Launch(Protocol):
     def start(self, workers: Sequence[Worker], num_workers: int) -> None:
         """Start the processes of these workers, of ``num_workers`` in all; they register later."""
 
+    def environment_for(self, worker: Worker, num_workers: int) -> dict[str, str]:
+        """Return the variables of a worker that another process starts, of ``num_workers`` in all."""
+
     def last_words(self, worker: Worker) -> str:
         """Return what the worker's process, and whoever started it, wrote last."""
 
@@ -77,12 +80,20 @@ class LocalLaunch:
     def start(self, workers: Sequence[Worker], num_workers: int) -> None:
         """Start a process for each of these workers."""
         for worker in workers:
-            common = {**_common_environment(num_workers), **self._settings}
-            environment = {**common, **_device_environment(worker.device)}
-            self._door.start_engine(worker.number, environment, self._host)
+            self._door.start_engine(worker.number, self._environment(worker, num_workers), self._host)
+
+    def environment_for(self, worker: Worker, num_workers: int) -> dict[str, str]:
+        """Return all variables of a worker that another process starts."""
+        return self._door.engine_environment(self._environment(worker, num_workers), self._host)
+
+    def _environment(self, worker: Worker, num_workers: int) -> dict[str, str]:
+        common = {**_common_environment(num_workers), **self._settings}
+        return {**common, **_device_environment(worker.device)}
 
     def last_words(self, worker: Worker) -> str:
         """Return the end of the worker's log."""
+        if worker.guest:
+            return "(the process that started it has its log)"
         return self._door.log_tail(f"ipengine-{self._door.cluster_id}-{worker.id}-")
 
     def remarks(self) -> list[str]:
@@ -134,6 +145,10 @@ class MpiLaunch:
             [_device_environment(worker.device) for worker in workers],
             self._host,
         )
+
+    def environment_for(self, worker: Worker, num_workers: int) -> dict[str, str]:
+        """Refuse: one mpiexec starts all workers of a set."""
+        raise UsageError(f"No worker can join here. {SET_ENDED}")
 
     def last_words(self, worker: Worker) -> str:
         """Return the end of the worker's log, and of what mpiexec has to say."""

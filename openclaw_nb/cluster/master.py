@@ -27,6 +27,9 @@ from openclaw_nb.cluster.faults import Faults
 from openclaw_nb.cluster.files import ClusterFiles
 from openclaw_nb.cluster.guardian import Guardian
 from openclaw_nb.cluster.ipp import Door
+from openclaw_nb.cluster.join.desk import Desk
+from openclaw_nb.cluster.join.gate import DEFAULT_PORT, Gate
+from openclaw_nb.cluster.join.ports import check_host, check_port
 from openclaw_nb.cluster.launch import BACKENDS, SET_ENDED, check_devices, check_installed, check_words
 from openclaw_nb.cluster.membership import HandOver, Membership, Progress
 from openclaw_nb.cluster.ownership import CLUSTER_VARIABLE, end_processes, new_cluster_id
@@ -76,8 +79,11 @@ class MasterNode:
     Parameters
     ----------
     host : str
-        Address that the controller and the workers' sockets bind. Loopback, as workers on other hosts
+        Address that the controller and the workers' sockets bind. Loopback, as workers of other hosts
         cannot join yet.
+    port : int, optional
+        Where workers join that other processes start (`WorkerNode`); 0 for a free one. Not given it is 50051 or, where
+        another cluster listens there, a free one.
     name : str, optional
         Name of the cluster, for ``%openclaw list``; made up when not given.
     backend : {"local", "mpi"}
@@ -113,6 +119,7 @@ class MasterNode:
     def __init__(
         self,
         host: str = "127.0.0.1",
+        port: int | None = None,
         *,
         name: str | None = None,
         backend: str = "local",
@@ -122,12 +129,9 @@ class MasterNode:
         environment: Mapping[str, str] | None = None,
         log_level: str = "",
     ) -> None:
-        if not host.startswith("127.") and host != "localhost":
-            raise UsageError(
-                f"host={host!r}: only loopback (127.0.0.1) is supported; workers run on this host."
-            )
+        self.host = check_host(host, "host")
+        self._asked_port = None if port is None else check_port(port, "port")
         check_words(backend, communication)
-        self.host = "127.0.0.1" if host == "localhost" else host
         self.cluster_id = new_cluster_id()
         self.name = name or f"cluster-{self.cluster_id[:6]}"
         self.backend = backend
@@ -139,6 +143,8 @@ class MasterNode:
         self._membership: Membership | None = None
         self._files: ClusterFiles | None = None
         self._guardian: Guardian | None = None
+        self._gate: Gate | None = None
+        self._desk: Desk | None = None
         self._exchange: Exchange | None = None
         self._status = StatusReader()
         self._run: CellRun | None = None
@@ -159,19 +165,28 @@ class MasterNode:
     # --------------------------------------------------------------------------------- start, stop
 
     def start(self) -> MasterNode:
-        """Start the controller.
+        """Start the controller, and listen for workers that join.
 
         Raises
         ------
         AlreadyStartedError
             When this master runs.
+        PortInUseError
+            When something else has the port that was asked for, with what, if it can be known.
         UsageError
             When its directory cannot be written, or what its backend needs is not installed.
         """
         if self._door is not None:
             raise AlreadyStartedError(f"The cluster {self.name!r} runs already.")
         check_installed(self.backend, self._asked_communication)
-        door = self._open(ClusterFiles.create(self.cluster_id, self.name))
+        files = ClusterFiles.create(self.cluster_id, self.name)
+        door = self._open(files)
+        try:
+            self._listen(files, self._asked_port)
+        except BaseException:
+            files.remove()
+            self._forget()
+            raise
         self._watch_over()
         door.start_controller(self.host, self.log_level)
         return self
@@ -200,6 +215,47 @@ class MasterNode:
         )
         self._exchange = Exchange(self._door, files.exchange)
         return self._door
+
+    def _listen(self, files: ClusterFiles, port: int | None, *, or_any: bool = False) -> None:
+        """Let workers join that other processes start."""
+        gate = Gate(files.directory)
+        self._desk = Desk(
+            self._members,
+            gate.audit,
+            oversubscribe=self.oversubscribe,
+            closed=lambda: self.problem or ("" if self.replaces_workers else f"No worker can join: {SET_ENDED}"),
+            take_in=lambda worker: self._resizer().take_in([worker]),
+            remove=self.remove_worker,
+        )
+        gate.open(self.host, port, self._desk.answer, or_any=or_any)
+        self._gate = gate
+        if port is not None and port not in (0, gate.port):
+            self.note(f"Port {port} is in use: workers join on port {gate.port} of {self.host} now.")
+
+    @property
+    def port(self) -> int:
+        """Where workers join that other processes start; before the start the port that is asked for."""
+        return self._gate.port if self._gate is not None else self._asked_port or DEFAULT_PORT
+
+    @property
+    def token_file(self) -> str:
+        """The file, for this user alone, with the token that such workers need.
+
+        Raises
+        ------
+        NotStartedError
+            When the cluster does not run.
+        """
+        return self._require_gate().token_file
+
+    def audit(self) -> list[str]:
+        """Return who has joined, left or been turned away, a line each, the newest last."""
+        return self._require_gate().audit.lines()
+
+    def _require_gate(self) -> Gate:
+        if self._gate is None:
+            raise NotStartedError(_NOT_STARTED)
+        return self._gate
 
     @classmethod
     def attach(
@@ -246,6 +302,7 @@ class MasterNode:
                 master._open(files).find_controller(state.get("controller", ()))
                 master._members.take_over(state)
                 master._take_up()
+                master._listen(files, state.get("port"), or_any=True)
                 # Last: killed before, this process leaves a cluster that can be attached to again.
                 master._watch_over()
             except BaseException:
@@ -292,12 +349,14 @@ class MasterNode:
 
     def _stop_following(self) -> None:
         self.unplant()
+        self._close_gate()
         self._members.close()
         if self._run is not None:
             self._run.leave("The notebook has left the cluster; the cell goes on there.")
 
     def _let_go(self) -> None:
         """Stop watching over the processes, and leave them as they are."""
+        self._close_gate()
         if self._guardian is not None:
             self._guardian.detach()
         if self._membership is not None:
@@ -306,7 +365,12 @@ class MasterNode:
             self._door.close()
         self._forget()
 
+    def _close_gate(self) -> None:
+        if self._gate is not None:
+            self._gate.close()
+
     def _forget(self) -> None:
+        self._gate = self._desk = None
         self._door = self._membership = self._files = self._guardian = self._exchange = None
 
     def start_workers(
@@ -356,6 +420,7 @@ class MasterNode:
             "recovery": [self._max_retries, self._checkpoint_every],
             "environment": self._environment,
             "log_level": self.log_level,
+            "port": self.port,
             "limits": [self._limits.communication_seconds, self._limits.computation_seconds],
         }
         with self._saving:  # workers may be added and removed from several threads
@@ -373,6 +438,7 @@ class MasterNode:
             self._run.interrupt()
             self._run.wait(3)
         self.unplant()
+        self._close_gate()
         if self._membership is not None:
             self._membership.close()
         if self._door is not None:
@@ -1072,6 +1138,9 @@ class MasterNode:
     def _on_died(self, number: int) -> None:
         run, members = self._run, self._membership
         self._faults.died(run, number)
+        if members is not None and self._desk is not None and number < len(members.workers):
+            if (worker := members.workers[number]).guest:
+                self._desk.died(worker)
         if members is not None and self.replaces_workers:
             # One that is silent may live; another takes its device and its number.
             members.kill(number)

@@ -52,6 +52,10 @@ _NO_NCCL = (
     "NCCL was asked for and cannot be used here, as it needs a GPU and PyTorch's CUDA build on every worker: all ranks "
     "use {communication}. With communication: gloo or auto this is not said."
 )
+_NO_WORKERS = (
+    "The cluster has no workers yet: start some (MasterNode.start_workers, add_worker), or let one join "
+    "(WorkerNode(...).connect(), `openclaw worker`)."
+)
 _NO_ANSWER = "a cell that lets nothing else run"
 
 
@@ -95,6 +99,8 @@ class Membership:
         self._first_death = ""
         self._replacing: list[threading.Thread] = []
         self._blank: set[int] = set()
+        self._coming: set[int] = set()  # started, or announced, and not yet fit for a group
+        self._connecting, self._is_connected = threading.Lock(), False
         self._hand_over: HandOver | None = None
 
     # ----------------------------------------------------------------------------------------- start
@@ -106,17 +112,18 @@ class Membership:
         tell = progress or (lambda done, total, what: None)
         devices, num_working = [*devices, *spares], len(devices)
         total = 2 * len(devices) + 2
-        self.workers = [
-            Worker(number=i, device=device, spare=i >= num_working) for i, device in enumerate(devices)
-        ]
-        self._launch.start(self.workers, len(self.workers))
+        started = self._announce(devices)  # a guest may have come before them
+        for worker in started[num_working:]:
+            worker.spare = True
+        self._launch.start(started, len(self.present))
         tell(0, total, "starting the controller")
-        self.door.connect()
-        self._await_workers(self.workers, lambda count: tell(1 + count, total, "starting workers"))
+        self.connect()
+        self._await_workers(started, lambda count: tell(1 + count, total, "starting workers"))
         tell(1 + len(devices), total, "importing torch")
         self._await_stores(
-            self.workers, lambda count: tell(1 + len(devices) + count, total, "importing torch")
+            started, lambda count: tell(1 + len(devices) + count, total, "importing torch")
         )
+        self._coming -= {worker.number for worker in started}
         self._form()
         self.notes += self._launch.remarks()
         if self._asked_communication == "nccl" and not self.communication.startswith("nccl"):
@@ -124,6 +131,30 @@ class Membership:
         tell(total, total, "ready")
         self._ready.set()
         return self.workers
+
+    def connect(self) -> None:
+        """Reach the controller, once it has come up; at once when that was done before.
+
+        Raises
+        ------
+        StartError
+            When it does not come up.
+        """
+        with self._connecting:
+            if not self._is_connected:
+                self.door.connect()
+                self._is_connected = True
+
+    def _announce(self, devices: Sequence[Device], *, guest: bool = False) -> list[Worker]:
+        """Give numbers to workers whose processes are not there yet."""
+        with self._changed:
+            first = len(self.workers)
+            added = [
+                Worker(number=first + i, device=device, guest=guest) for i, device in enumerate(devices)
+            ]
+            self._coming.update(worker.number for worker in added)
+            self.workers += added
+        return added
 
     def state(self) -> dict[str, Any]:
         """Return what another process needs to go on with these workers."""
@@ -133,6 +164,7 @@ class Membership:
             "devices": [asdict(worker.device) for worker in self.workers],
             "spares": [worker.number for worker in self.workers if worker.spare],
             "removed": [worker.number for worker in self.workers if worker.removed],
+            "guests": [worker.number for worker in self.workers if worker.guest],
         }
 
     def take_over(self, state: Mapping[str, Any]) -> None:
@@ -143,11 +175,14 @@ class Membership:
                 device=Device(**device),
                 spare=i in state.get("spares", ()),
                 removed=i in state.get("removed", ()),
+                guest=i in state.get("guests", ()),
             )
             for i, device in enumerate(state["devices"])
         ]
-        self.door.connect()
+        self.connect()
         for worker in self.workers:
+            if worker.guest and not worker.alive:
+                worker.removed = True
             if not worker.alive and not worker.removed and self._launch.replaces:
                 self.notes.append(f"{worker.id} is gone: a new process starts in its place.")
         for worker in self._ask_where():
@@ -199,7 +234,7 @@ class Membership:
         deadline = time.monotonic() + _START_SECONDS
         with self._changed:
             while missing := [w for w in workers if not w.alive]:
-                ended = [w for w in missing if self.door.engine_ended(w.number)]
+                ended = [w for w in missing if w.removed or self.door.engine_ended(w.number)]
                 if ended or self._closing or time.monotonic() > deadline:
                     absent = ended or missing
                     raise StartError(
@@ -246,7 +281,12 @@ class Membership:
 
     def all_ranks(self) -> dict[int, int]:
         """Return the number of each living worker by its rank when all take part."""
-        return {rank: worker.number for rank, worker in enumerate(w for w in self.members if w.alive)}
+        return {rank: worker.number for rank, worker in enumerate(self._fit)}
+
+    @property
+    def _fit(self) -> list[Worker]:
+        """The members that can form a group now."""
+        return [w for w in self.members if w.alive and w.number not in self._coming]
 
     @property
     def members(self) -> list[Worker]:
@@ -289,7 +329,7 @@ class Membership:
         raise StartError(f"The process group could not be formed: {problem}")
 
     def _try_to_form(self, numbers: Sequence[int] | None) -> str:
-        members = [w for w in self.members if w.alive and (numbers is None or w.number in numbers)]
+        members = [w for w in self._fit if numbers is None or w.number in numbers]
         if not members:
             raise StartError("No worker is alive. Start again with %openclaw stop and %openclaw start.")
         self.epoch += 1
@@ -396,15 +436,20 @@ class Membership:
     def died(self, number: int) -> bool:
         """Take the news that an engine is gone; return whether a cell runs, else a new process takes its place."""
         with self._changed:
+            was_removed = False
             if number < len(self.workers):
                 worker = self.workers[number]
+                was_removed = worker.removed
                 self._first_death = self._first_death or worker.id
                 worker.alive, worker.store_port, worker.pid, worker.busy_with = False, 0, None, ""
                 worker.warm = False
+                if worker.guest and not was_removed:
+                    worker.removed = True
+                    self.notes.append(f"{worker.id} on {worker.device.id} has left: its process ended.")
             self._changed.notify_all()
             if self._in_run:
                 return True
-            if number < len(self.workers) and self.workers[number].removed:
+            if was_removed:
                 return False
             self._ready.clear()  # before anybody sees that one is missing
             self.mend()
@@ -466,29 +511,56 @@ class Membership:
         StartError
             When one does not come up; nothing is left of them then.
         """
-        with self._changed:
-            first = len(self.workers)
-            added = [Worker(number=first + i, device=device) for i, device in enumerate(devices)]
-            self.workers += added
+        added = self._announce(devices)
         try:
             self._launch.start(added, len(self.present))
-            self._await_workers(added, lambda count: None)
-            self._await_stores(added, lambda count: None)
         except BaseException:
             for worker in added:
                 self.remove(worker.number)
             raise
-        self._blank.update(worker.number for worker in added)
+        self.await_fit(added)
+        return added
+
+    def admit(self, device: Device) -> Worker:
+        """Give a number to a worker that another process is about to start; `await_fit` waits for it."""
+        return self._announce([device], guest=True)[0]
+
+    def environment_for(self, worker: Worker) -> dict[str, str]:
+        """Return the variables with which a worker is started that joins."""
+        return self._launch.environment_for(worker, len(self.present))
+
+    def await_fit(self, added: Sequence[Worker]) -> None:
+        """Wait until these workers, which are starting, can join a group.
+
+        Raises
+        ------
+        StartError
+            When one does not come up; nothing is left of them then.
+        """
+        try:
+            self._await_workers(added, lambda count: None)
+            self._await_stores(added, lambda count: None)
+            if gone := [worker.id for worker in added if worker.removed]:
+                raise StartError(f"{', '.join(gone)} ended before it could take part.")
+        except BaseException:
+            for worker in added:
+                self.remove(worker.number)
+            raise
+        if any(worker not in added for worker in self._fit):  # else nobody has variables that they lack
+            self._blank.update(worker.number for worker in added)
         self.warm_up(added)
         for worker in added:
             self._await_warmth(worker)
-        return added
+        self._coming -= {worker.number for worker in added}
 
     def remove(self, number: int) -> None:
         """End a worker, for good."""
         self.workers[number].removed = True
         self._blank.discard(number)
+        self._coming.discard(number)
         self.kill(number)
+        with self._changed:
+            self._changed.notify_all()
 
     def kill(self, number: int) -> None:
         """End a worker's process."""
@@ -573,7 +645,8 @@ class Membership:
                     worker.busy_with = ""
             is_changing = any(thread.is_alive() for thread in self._replacing)
             is_blank = any(worker.number in self._blank for worker in self.members)
-            if not clean or is_changing or is_blank or not all(worker.alive for worker in self.present):
+            is_whole = all(worker.alive or worker.number in self._coming for worker in self.present)
+            if not clean or is_changing or is_blank or not is_whole:
                 self._hand_over = hand_over
                 self.mend()
 
@@ -653,7 +726,7 @@ class Membership:
     def _mend_once(self) -> None:
         for thread in self._replacing:
             thread.join()
-        dead = [worker for worker in self.present if not worker.alive]
+        dead = [w for w in self.present if not w.alive and w.number not in self._coming]
         if dead and not self._launch.replaces:
             self._launch.end()
             raise ClusterError(f"{self._first_death or dead[0].id} died. {SET_ENDED}")
@@ -684,6 +757,8 @@ class Membership:
             this process leaves the cluster.
         """
         started = time.monotonic()
+        if not self.workers:
+            raise ClusterError(_NO_WORKERS)
         while not self._ready.wait(0 if self._closing else _POLL_SECONDS) or self._lost:
             if self._closing:
                 raise ClusterError(self._lost or "The cluster is being stopped, or left to another owner.")

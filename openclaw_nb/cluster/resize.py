@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from openclaw_nb.cluster.devices import choose_more, list_devices
 from openclaw_nb.cluster.membership import Membership
@@ -63,13 +63,17 @@ class Resizer:
         )
         self._warn_of_haste()
         added = members.add(devices)
+        self.take_in(added)
+        return added
+
+    def take_in(self, added: Sequence[Worker]) -> None:
+        """Let workers that are fit for a group take part, in the cell that runs or after it."""
         self._save()
         for worker in added:
             if self._run is not None:
                 self._run.offer(worker.number)
         if self._run is None or not self._run.running:
-            members.mend()
-        return added
+            self._members.mend()
 
     def remove(self, which: str) -> None:
         """End a worker; see `MasterNode.remove_worker`."""

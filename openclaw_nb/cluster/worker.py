@@ -19,7 +19,7 @@ class Worker:
     the person got the prompt back, or "". ``epoch`` is its group's and ``rank`` its own there when it last said so;
     ``seen`` is when it last told anything, by the clock that only grows. ``warm`` says that its process has imported
     what a strategy cell needs; ``spare`` that it is in no group until another worker dies; ``removed`` that it is
-    gone for good.
+    gone for good; ``guest`` that another process has started it, with which it ends: none can take its place.
     """
 
     number: int
@@ -33,6 +33,7 @@ class Worker:
     warm: bool = False
     spare: bool = False
     removed: bool = False
+    guest: bool = False
     seen: float = field(default_factory=time.monotonic)
 
     @property
@@ -42,9 +43,9 @@ class Worker:
 
     @property
     def state(self) -> str:
-        """``idle``, ``busy``, ``spare`` or ``dead``."""
+        """``idle``, ``busy``, ``spare``, ``dead`` or, before its process is there, ``joining``."""
         if not self.alive:
-            return "dead"
+            return "joining" if self.guest else "dead"
         if self.spare:
             return "spare"
         return "busy" if self.busy_with else "idle"

@@ -4,14 +4,18 @@
     |-- UsageError            what was asked cannot be done as it was said (also a ValueError)
     |   |-- UnknownNameError  a verb, option, strategy, device or worker that does not exist
     |   |-- ResourceError     more workers than cores, devices or memory allow
-    |   |   `-- NoRoomError   a file does not fit
+    |   |   |-- NoRoomError   a file does not fit
+    |   |   `-- PortInUseError  another socket has the port
     |   |-- ConfigurationError  a configuration file, or a variable that overrides it, that cannot be
     |   |-- CheckpointError   a checkpoint that cannot be written, read, or loaded into these objects
     |   `-- RefusedError      a cell that a strategy cannot run with the single-device result
     |-- ClusterError          the cluster is not in the state that the call needs
     |   |-- NotStartedError
     |   |-- AlreadyStartedError
-    |   `-- StartError        processes did not come up
+    |   |-- StartError        processes did not come up
+    |   `-- JoinError         a worker could not join a master
+    |       |-- NotReachedError  nobody answers there
+    |       `-- NotTrustedError  one side does not prove to know the join secret
     |-- WorkerError           something happened on a worker
     |   |-- RemoteCellError   a rank raised in a cell
     |   |-- WorkerDiedError   a worker's process ended
@@ -48,6 +52,10 @@ class ResourceError(UsageError):
 
 class NoRoomError(ResourceError):
     """A file does not fit where it was to be written."""
+
+
+class PortInUseError(ResourceError):
+    """Another socket has the port."""
 
 
 class ConfigurationError(UsageError):
@@ -90,6 +98,18 @@ class AlreadyStartedError(ClusterError):
 
 class StartError(ClusterError):
     """The processes of the cluster did not come up."""
+
+
+class JoinError(ClusterError):
+    """A worker could not join a master: none was found, or it refused."""
+
+
+class NotReachedError(JoinError):
+    """Nobody answers there."""
+
+
+class NotTrustedError(JoinError):
+    """Who answers there does not prove to know the join secret, or does not believe that this side does."""
 
 
 class WorkerError(OpenClawError, RuntimeError):

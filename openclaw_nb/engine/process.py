@@ -13,7 +13,7 @@ from typing import Any
 
 from ipyparallel.engine import app as engine_app
 
-from openclaw_nb.engine import preload, settings
+from openclaw_nb.engine import leash, preload, settings
 from openclaw_nb.engine.kernel import WorkerKernel
 from openclaw_nb.engine.place import find_place, take_place
 
@@ -49,6 +49,7 @@ def _is_whole(file: Path) -> bool:
 def main() -> None:
     """Run the worker until it is stopped."""
     arguments = sys.argv[1:]
+    leash.hold(os.environ)
     if (place := find_place(os.environ)) is not None:
         take_place(place)
         # ipyparallel's own flag would import mpi4py into every engine, with its defaults.

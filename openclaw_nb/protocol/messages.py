@@ -4,6 +4,7 @@ Commands are verbs and go to a worker; a reply (``Done`` or ``Failed``) answers 
 are facts that a worker tells on its own. Every message is a frozen dataclass; `codec` turns it into
 JSON-ready dictionaries and back. Messages that concern the process group carry its ``epoch``, the
 number that grows each time a group is formed, so that what belongs to an older group can be dropped.
+A process that is no worker yet asks a master for a place (``Join``); it hears ``Standing`` or ``Refused``.
 
 What travels beside these messages as files (variables) is described in `SendVariables`.
 """
@@ -13,7 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-PROTOCOL_VERSION = 7
+PROTOCOL_VERSION = 8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -373,3 +374,65 @@ class AtHead:
 
 
 Event = Shown | Whereabouts | Measured | Regrouped | AtHead
+
+
+# ----------------------------------------------------------------------------------------- joining
+
+
+@dataclass(frozen=True, kw_only=True)
+class Join:
+    """Take this process's worker into the cluster; asked again, with the same ``ticket``, until it is in.
+
+    ``device`` is what the host has under ``device_id``, or None. Versions come first on both sides: of another
+    ``protocol`` nothing else is read.
+    """
+
+    protocol: int
+    version: str
+    python: str
+    torch: str
+    ticket: str
+    host: str
+    pid: int
+    device_id: str
+    device: dict[str, Any] | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Leave:
+    """The worker of this ticket ends now, or has not come up: let it go, from a cell that runs where that can be."""
+
+    protocol: int
+    ticket: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Invite:
+    """Join this master; to a worker that waits to be called, and again, with the same ``ticket``, until it is in."""
+
+    protocol: int
+    ticket: str
+    host: str
+    port: int
+    token: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Standing:
+    """How far a worker has come: ``wait``, ``start`` its engine, ``joined`` or ``left``.
+
+    With ``start`` come its number, the variables of its environment and what an engine must know to connect (the
+    content of ipyparallel's file for engines, which holds keys).
+    """
+
+    stage: str
+    worker: int = -1
+    environment: dict[str, str] = field(default_factory=dict)
+    connection: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Refused:
+    """The worker cannot join, and why."""
+
+    reason: str

@@ -10,3 +10,6 @@ LOG = "OPENCLAW_LOG"
 
 SETTINGS = "OPENCLAW_WORKER_SETTINGS"
 """JSON of what a configuration sets in the worker's own code: ``log_level``, ``socket_buffer_size``."""
+
+LEASH = "OPENCLAW_LEASH"
+"""Pid and start time of the process with which a worker ends, where it was not started by the cluster."""
