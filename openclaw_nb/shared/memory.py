@@ -344,8 +344,8 @@ def _no_room(entry: Entry, found: indexes.Index) -> ResourceError:
     largest = size_text(largest_gap(found.taken, found.size_bytes))
     return ResourceError(
         f"The shared tensor {entry.name!r} needs {size_text(entry.room_bytes)}, and the largest free part of the "
-        f"memory's {size_text(found.size_bytes)} is {largest}, less what was deleted and is still in use: delete tensors, "
-        "or make larger memory."
+        f"memory's {size_text(found.size_bytes)} is {largest}, less what was deleted and is still in use: "
+        "delete tensors, or make larger memory."
     )
 
 

@@ -1,4 +1,4 @@
-"""Shared memory within one process and between two: what is published is what others see, and nothing is overwritten."""
+"""Shared memory within one process and between two: what is published is what others see."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def test_what_is_in_use_is_not_overwritten_after_its_name_is_gone(memory: Shared
     memory.put("x", np.full(40 * PAGE, 1, np.uint8))
     taken = attach_shared_memory(memory.id).array("x")
     memory.delete("x")
-    with pytest.raises(ResourceError, match="'y' needs .*, less what was deleted and is still in use"):
+    with pytest.raises(ResourceError, match=r"'y' needs .*, less what was deleted and is still in use"):
         memory.put("y", np.full(40 * PAGE, 2, np.uint8))
     memory.put("z", np.full(24 * PAGE, 3, np.uint8))
     assert set(np.unique(taken)) == {1}
