@@ -11,12 +11,12 @@ import sys
 from collections.abc import Sequence
 
 from openclaw_nb._version import __version__
-from openclaw_nb.cli import configuration, host
+from openclaw_nb.cli import configuration, host, metrics
 from openclaw_nb.core.errors import OpenClawError, UsageError
 
 _FAILED = 1
 _NOT_UNDERSTOOD = 2
-_KINDS = (host, configuration)
+_KINDS = (host, configuration, metrics)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

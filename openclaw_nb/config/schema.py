@@ -87,6 +87,11 @@ KEYS: dict[str, Key] = {
         "how much the controller writes into its log, and the notebook's logger openclaw_nb lets through",
         example="INFO",
     ),
+    "master.metrics_port": Key(
+        Count(0, 65535),
+        "the port, on loopback, at which metrics are served to Prometheus; 0 takes one that is free",
+        example=9464,
+    ),
     # -------------------------------------------------------------------------------------------- the strategy
     "strategy.name": Key(
         _STRATEGY,
