@@ -76,7 +76,7 @@ class DeviceReader:
         """
         try:
             meter = self._workers.get(pid)
-            if meter is None or not meter.is_running():
+            if meter is None:
                 meter = self._workers[pid] = _WorkerMeter(pid, self._descendants, self._clock)
                 self._descendants.look_again()
             return meter.read()
@@ -159,9 +159,6 @@ class _WorkerMeter:
         self._spent: dict[psutil.Process, float] = {}
         self._looked_at: float | None = None
 
-    def is_running(self) -> bool:
-        return bool(self._process.is_running())
-
     def read(self) -> DeviceReading:
         """Take a reading, or return the last one while it is new enough."""
         now = self._clock()
@@ -170,10 +167,13 @@ class _WorkerMeter:
         return self._reading
 
     def _read(self) -> DeviceReading:
-        if self._process.status() == psutil.STATUS_ZOMBIE:
-            raise psutil.ZombieProcess(self._process.pid)
+        own = int(self._process.memory_info().rss)
+        if (
+            own == 0 or not self._process.is_running()
+        ):  # it waits to be reaped, or its number is another's now
+            raise psutil.NoSuchProcess(self._process.pid)
         below = self._descendants.of(self._process.pid)
-        used = int(self._process.memory_info().rss) + sum(below.values())
+        used = own + sum(below.values())
         busy = self._utilisation([self._process, *below])
         return DeviceReading(busy, used, self._memory_total)
 

@@ -1,4 +1,4 @@
-// The panel in the front end: three parts of HTML that the kernel draws, of which what differs is changed, and two
+// The panel in the front end: three parts of HTML that the kernel draws, of which it tells what changes, and two
 // buttons. Draws nothing while nobody can see it.
 
 const PARTS = ["head", "devices", "measured"];
@@ -131,12 +131,6 @@ function attributes(tag) {
   return [...tag.matchAll(/([^\s"=]+)="([^"]*)"/g)].map(([, name, value]) => [name, value]);
 }
 
-function isAlike(token, other) {
-  if (token === other) return true;
-  if (token[0] !== "<") return other[0] !== "<";
-  return token.replace(/"[^"]*"/g, "") === other.replace(/"[^"]*"/g, "");
-}
-
 function retouch(node, token, last) {
   if (node.nodeType === Node.TEXT_NODE) {
     node.data = unescaped(token);
@@ -149,24 +143,34 @@ function retouch(node, token, last) {
 }
 
 /**
- * A part of the panel. Two drawings mostly differ in texts and values alone. Then no node is made: what is thrown away
- * twice a second makes the browser look through all that JupyterLab holds, which takes longer than the drawing.
+ * A part of the panel: its HTML, and the texts and values that have changed since that was sent. For those no node is
+ * made: what is thrown away twice a second makes the browser look through all that JupyterLab holds, which takes longer
+ * than the drawing.
  */
 class Part {
   element = document.createElement("div");
+  #base = "";
   #tokens = [];
   #nodes = [];
+  #changed = [];
 
-  draw(html) {
-    const wanted = tokens(html);
-    const last = this.#tokens;
-    if (wanted.length === last.length && wanted.every((token, place) => isAlike(token, last[place]))) {
-      wanted.forEach((token, place) => token !== last[place] && retouch(this.#nodes[place], token, last[place]));
-    } else {
-      patchChildren(this.element, parsed(html));
-      this.#nodes = this.#nodesOf(wanted);
+  draw(base, changes) {
+    const wanted = new Map(changes);
+    // A base that has come back, while nobody looked, begins with no changes.
+    if (base !== this.#base || !this.#changed.every((place) => wanted.has(place))) this.#drawWhole(base);
+    for (const [place, token] of wanted) {
+      if (token === this.#tokens[place]) continue;
+      retouch(this.#nodes[place], token, this.#tokens[place]);
+      this.#tokens[place] = token;
     }
-    this.#tokens = wanted;
+    this.#changed = [...wanted.keys()];
+  }
+
+  #drawWhole(base) {
+    patchChildren(this.element, parsed(base));
+    this.#base = base;
+    this.#tokens = tokens(base);
+    this.#nodes = this.#nodesOf(this.#tokens);
   }
 
   /** The node that each token has made, in the document's order; a closing tag has none of its own. */
@@ -186,21 +190,16 @@ function render({ model, el }) {
   panel.append(parts.head.element, buttons.row, parts.devices.element, parts.measured.element);
   el.append(panel);
 
-  const stale = new Set(PARTS);
   let seen = true;
   const draw = () => {
     if (!seen) return;
-    for (const name of stale) parts[name].draw(model.get(name));
-    stale.clear();
+    const changes = model.get("changes");
+    for (const name of PARTS) parts[name].draw(model.get(name), changes[name] ?? []);
   };
-  const listeners = PARTS.map((name) => [
-    `change:${name}`,
-    () => {
-      stale.add(name);
-      draw();
-    },
-  ]);
-  listeners.push(["change:run", buttons.update]);
+  const listeners = [
+    ...[...PARTS, "changes"].map((name) => [`change:${name}`, draw]),
+    ["change:run", buttons.update],
+  ];
   for (const [event, listener] of listeners) model.on(event, listener);
 
   const observer = new IntersectionObserver((entries) => {

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import html
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from openclaw_nb.cluster.status import DeviceStatus
 from openclaw_nb.core.text import size_text
@@ -102,19 +102,24 @@ class Picture:
 
     Attributes
     ----------
+    view : PanelView
+        What it is a picture of; two pictures are equal when they look alike.
     head, devices, measured : str
         Parts of the panel as HTML, from top to bottom; each changes at its own pace.
-    text : str
-        All of it as plain text.
     run_id : str
         The cell that runs; "" when none does.
     """
 
+    view: PanelView = field(compare=False)
     head: str
     devices: str
     measured: str
-    text: str
-    run_id: str = ""
+    run_id: str
+
+    @property
+    def text(self) -> str:
+        """All of it as plain text."""
+        return render_text(self.view)
 
     @property
     def html(self) -> str:
@@ -133,10 +138,10 @@ class Picture:
 def draw(view: PanelView, live: LiveCharts | None = None) -> Picture:
     """Draw a view; ``live`` draws the charts of a run that goes on."""
     return Picture(
+        view=view,
         head=_head(view) + _note(view),
         devices=_device_table(view),
         measured=_measured(view, live or LiveCharts()),
-        text=render_text(view),
         run_id=view.run_id,
     )
 

@@ -8,7 +8,10 @@ from typing import Any
 import anywidget
 import traitlets
 
+from openclaw_nb.notebook.panel_changes import PartChanges
 from openclaw_nb.notebook.panel_html import PANEL_STYLE, Picture
+
+_PARTS = ("head", "devices", "measured")
 
 _BUTTON_STYLE = """
 .oc-panel .oc-buttons { display: flex; flex-wrap: wrap; align-items: center; gap: 8px; margin-bottom: 8px; }
@@ -21,12 +24,14 @@ _BUTTON_STYLE = """
 
 
 class PanelWidget(anywidget.AnyWidget):
-    """What the front end shows while a cell runs; a part is sent only when it changes.
+    """What the front end shows while a cell runs; of a part, only what changes is sent.
 
     Attributes
     ----------
     head, devices, measured : str
-        See `Picture`.
+        The parts of a `Picture`, as they were when they were last sent whole.
+    changes : dict
+        By part, the tokens that have changed since then: see `PartChanges`.
     run : str
         The cell that the buttons are for; "" hides them.
     blocking : bool
@@ -41,17 +46,23 @@ class PanelWidget(anywidget.AnyWidget):
     head = traitlets.Unicode().tag(sync=True)
     devices = traitlets.Unicode().tag(sync=True)
     measured = traitlets.Unicode().tag(sync=True)
+    changes = traitlets.Dict().tag(sync=True)
     run = traitlets.Unicode().tag(sync=True)
     blocking = traitlets.Bool().tag(sync=True)
     kernel_id = traitlets.Unicode().tag(sync=True)
 
     def __init__(self) -> None:
         super().__init__(kernel_id=_kernel_id())
+        self._sent = {name: PartChanges() for name in _PARTS}
 
     def show(self, picture: Picture, *, blocking: bool) -> None:
         """Change what differs, in one message."""
+        for name, part in self._sent.items():
+            part.take(getattr(picture, name))
         with self.hold_sync():
-            self.head, self.devices, self.measured = picture.head, picture.devices, picture.measured
+            for name, part in self._sent.items():
+                setattr(self, name, part.base)
+            self.changes = {name: part.changes for name, part in self._sent.items()}
             self.run, self.blocking = picture.run_id, blocking
 
     @property

@@ -13,13 +13,15 @@ import openclaw_nb.notebook
 from openclaw_nb.cluster.status import DeviceStatus
 from openclaw_nb.monitor.store import Monitor
 from openclaw_nb.notebook.panel_html import PanelView, Picture, draw
+from openclaw_nb.notebook.panel_widget import PanelWidget
 from openclaw_nb.protocol.messages import Measured
 
 SCRIPT = Path(openclaw_nb.notebook.__file__).with_name("panel.js")
+TOLD = ("head", "devices", "measured", "changes")
 # What the script is given by anywidget: a model with its values and listeners.
 MODEL = """async source => {
   const { default: widget } = await import(URL.createObjectURL(new Blob([source], { type: "text/javascript" })));
-  const values = { head: "", devices: "", measured: "", run: "", blocking: false, kernel_id: "" };
+  const values = { head: "", devices: "", measured: "", changes: {}, run: "", blocking: false, kernel_id: "" };
   const listeners = new Map();
   const model = {
     get: (name) => values[name],
@@ -27,14 +29,13 @@ MODEL = """async source => {
     off: () => {},
     send: () => {},
   };
-  window.show = (changes) => {
-    Object.assign(values, changes);
-    Object.keys(changes).forEach((name) => listeners.get(`change:${name}`)());
+  window.show = (told, drawn) => {
+    Object.assign(values, told);
+    Object.keys(told).forEach((name) => listeners.get(`change:${name}`)());
     const shown = [...document.querySelectorAll(".oc-panel > div:not(.oc-buttons)")];
-    const parts = ["head", "devices", "measured"];
-    return parts.map((name, place) => {
+    return drawn.map((html, place) => {
       const wanted = document.createElement("div");
-      wanted.innerHTML = values[name];
+      wanted.innerHTML = html;
       return shown[place].isEqualNode(wanted) ? "" : shown[place].innerHTML;
     });
   };
@@ -75,20 +76,35 @@ def device(number: int, **changes: Any) -> DeviceStatus:
     return DeviceStatus(**{**values, **changes})
 
 
-def shown(page: Any, picture: Picture) -> list[str]:
-    """Show a picture; return the parts that differ from it."""
-    return [
-        part
-        for part in page.evaluate(
-            "changes => window.show(changes)",
-            {"head": picture.head, "devices": picture.devices, "measured": picture.measured},
-        )
-        if part
-    ]
+class Front:
+    """A page that is told what the widget would send."""
+
+    def __init__(self, page: Any) -> None:
+        self.page = page
+        self.told: list[dict[str, Any]] = []
+        self._widget = PanelWidget()
+        self._widget.observe(lambda change: self._changed.update({change.name: change.new}), list(TOLD))
+        self._changed: dict[str, Any] = {}
+
+    def take(self, picture: Picture) -> dict[str, Any]:
+        """Let the widget show a picture; return what it would send."""
+        self._changed = {}
+        self._widget.show(picture, blocking=False)
+        return self._changed
+
+    def shown(self, picture: Picture) -> list[str]:
+        """Show a picture; return the parts of the page that differ from it."""
+        return self.show(self.take(picture), picture)
+
+    def show(self, told: dict[str, Any], picture: Picture) -> list[str]:
+        """Tell the page; return the parts of it that differ from a picture."""
+        drawn = [picture.head, picture.devices, picture.measured]
+        found = self.page.evaluate("([told, drawn]) => window.show(told, drawn)", [told, drawn])
+        return [part for part in found if part]
 
 
 def test_every_picture_is_shown_as_it_was_drawn(page: Any) -> None:
-    monitor = Monitor(lambda: 0.0)
+    monitor, front = Monitor(lambda: 0.0), Front(page)
     hostile = ['<img src=x onerror="1">', "a > b & c &amp; \"d\" 'e'", "plain", "", "–"]
     for number in range(40):
         for worker in range(2):
@@ -118,16 +134,33 @@ def test_every_picture_is_shown_as_it_was_drawn(page: Any) -> None:
             running=number % 5 > 0,
             note=words if number % 4 == 0 else "",
         )
-        assert shown(page, draw(view)) == []
+        assert front.shown(draw(view)) == []
+
+
+def pictures(*utilisations: float) -> list[Picture]:
+    return [
+        draw(PanelView(name="c", devices=(device(0, utilisation=u, work=f"step {u}"),))) for u in utilisations
+    ]
 
 
 def test_no_node_is_made_where_texts_and_values_differ(page: Any) -> None:
-    first, second = (
-        draw(PanelView(name="c", devices=(device(0, utilisation=u, work=f"step {u}"),))) for u in (10, 90)
-    )
-    assert shown(page, first) == []
+    front, (first, second) = Front(page), pictures(10, 90)
+    assert front.shown(first) == []
     nodes = "[...document.querySelectorAll('.oc-panel *')]"
     page.evaluate(f"window.before = {nodes}")
-    assert shown(page, second) == []
+    told = front.take(second)
+    assert list(told) == ["changes"]
+    assert front.show(told, second) == []
     assert page.evaluate(f"{nodes}.every((node, place) => node === window.before[place])")
     assert page.evaluate("document.querySelector('.oc-bar span').style.width") == "90%"
+
+
+def test_a_page_that_missed_all_but_the_newest_shows_it(page: Any) -> None:
+    front, (first, second) = Front(page), pictures(10, 90)
+    assert front.shown(first) == []
+    assert front.shown(second) == []
+    # The worker went, and came back just as it was at first.
+    missed = front.take(draw(PanelView(name="c")))
+    newest = front.take(first)
+    assert missed["devices"] == ""
+    assert front.show(missed | newest, first) == []
