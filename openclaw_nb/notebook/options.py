@@ -349,6 +349,35 @@ VERBS: dict[str, Command] = {
             ),
         ),
         (
+            "doctor",
+            "Check this host, its network and the cluster, and say what to do about each trouble.",
+            (
+                Argument(
+                    ("-n", "--workers"),
+                    "for how many workers; those of the configuration when not given",
+                    "count",
+                    {"type": _count, "metavar": "N"},
+                ),
+                Argument(
+                    ("--config",),
+                    "a configuration file to check the host for",
+                    "file",
+                    {"metavar": "FILE", "action": "append"},
+                ),
+                Argument(
+                    ("--reach",),
+                    "try a connection, as telnet does: 192.168.1.100:50051",
+                    settings={"metavar": "HOST:PORT"},
+                ),
+                Argument(
+                    ("--no-start",),
+                    "start no workers for an array sum where no cluster runs",
+                    "",
+                    _FLAG,
+                ),
+            ),
+        ),
+        (
             "auto",
             "Let plain cells run on the workers, without a magic on their first line.",
             (Argument(("switch",), "on or off", ("on", "off")),),

@@ -173,6 +173,13 @@ def _metrics(context: Context, options: argparse.Namespace) -> Message | Publish
     return metrics(context.session.metrics, options)
 
 
+def _doctor(context: Context, options: argparse.Namespace) -> Table:
+    from openclaw_nb.notebook.doctor import doctor
+
+    with context.bar("Checking", _LATE_SECONDS) as bar:
+        return doctor(context.session, options, lambda what: bar(0, 1, what))
+
+
 def _auto(context: Context, options: argparse.Namespace) -> Message:
     from openclaw_nb.notebook.auto import auto_of
 
@@ -337,6 +344,7 @@ HANDLERS: dict[str, Callable[[Context, argparse.Namespace], Any]] = {
     "plan": _plan,
     "plot": _plot,
     "metrics": _metrics,
+    "doctor": _doctor,
     "auto": _auto,
     "attach": _attach,
     "detach": _detach,
