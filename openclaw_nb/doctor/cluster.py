@@ -92,7 +92,7 @@ def _last_run(master: MasterNode, monitor: Monitor) -> Iterator[Finding]:
     situation = situation_of(master, history)
     found = advise(situation)
     if not found:
-        spent = ", ".join(f"{share:.0%} {part}" for part, share in shares(history.workers).items())
+        spent = ", ".join(f"{100 * share:.0f} % {part}" for part, share in shares(history.workers).items())
         yield Finding("last run", OK, f"{counted(history.steps, 'step')}: {spent or 'nothing was measured'}")
     for each in found:
         poor = f"{scaling(situation.workers)}. " if each is found[0] and scaling(situation.workers) else ""

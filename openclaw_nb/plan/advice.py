@@ -74,7 +74,7 @@ class Situation:
 
     workers: Sequence[WorkerLoad]
     strategy: str = "data_parallel"
-    takes: Collection[str] = frozenset({"sync_frequency", "fusion_buffer_size", "accumulate"})
+    takes: Collection[str] = frozenset({"sync_frequency", "fusion_buffer_size", "accumulate", "async_io"})
     options: Mapping[str, object] = field(default_factory=dict)
     num_cores: int = 1
     threads_per_worker: int = 1
@@ -94,7 +94,7 @@ class Advice:
     seen : str
         What was seen, with numbers.
     key : str
-        The key of the configuration to change, or the call.
+        The key of the configuration to change; ``"balance_load"`` is a call, ``"num_workers"`` the DataLoader's.
     change : str
         What to do.
     share : float
@@ -135,6 +135,10 @@ def scaling(workers: Sequence[WorkerLoad]) -> str:
     return f"Poor scaling: {len(workers)} workers do the work of {len(workers) * found:.1f}"
 
 
+def _percent(share: float) -> str:
+    return f"{100 * share:.0f} %"
+
+
 def advise(situation: Situation) -> list[Advice]:
     """Return what to change, what costs the most time first; nothing where there is little to win.
 
@@ -166,13 +170,12 @@ def _data(situation: Situation) -> Iterator[Advice]:
     share = shares(situation.workers).get("data", 0.0)
     if share < NOTICEABLE:
         return
-    yield Advice(
-        cause="data",
-        seen=f"{share:.0%} of the time goes to waiting for batches",
-        key="parallel.async_io",
-        change="let them be loaded ahead, by parallel.async_io: true, or num_workers= of the DataLoader",
-        share=share,
-    )
+    seen = f"{_percent(share)} of the time goes to waiting for batches"
+    key, change = "num_workers", "let more processes load them, by num_workers= of the DataLoader"
+    if "async_io" in situation.takes and situation.options.get("async_io") is not True:
+        key = "parallel.async_io"
+        change = "let them be loaded ahead, by parallel.async_io: true, or num_workers= of the DataLoader"
+    yield Advice(cause="data", seen=seen, key=key, change=change, share=share)
 
 
 def _together(situation: Situation) -> Iterator[Advice]:
@@ -184,7 +187,7 @@ def _together(situation: Situation) -> Iterator[Advice]:
     elif share >= NOTICEABLE and situation.strategy == "pipeline":
         yield Advice(
             cause="wait",
-            seen=f"{share:.0%} of the time workers wait for the stages before and after theirs",
+            seen=f"{_percent(share)} of the time workers wait for the stages before and after theirs",
             key="strategy.microbatches",
             change="cut batches into more parts, by strategy.microbatches or --microbatches",
             share=share,
@@ -213,7 +216,7 @@ def _about_straggler(situation: Situation, slowest: WorkerLoad, share: float) ->
     others = "the other waits" if len(situation.workers) == 2 else "the others wait"
     loads = slowest.seconds.get("data", 0.0) > slowest.seconds.get("compute", 0.0)
     who = f"worker-{slowest.worker} is the slowest" + ", at loading batches" * loads
-    seen = f"{who}, and {others} {share:.0%} of the time"
+    seen = f"{who}, and {others} {_percent(share)} of the time"
     change = "give each worker as much as it can do, by %openclaw balance or master.balance_load()"
     if not situation.balances:
         change = (
@@ -231,7 +234,7 @@ def _transfer(situation: Situation) -> Iterator[Advice]:
     if isinstance(buffer, int) and buffer > 0 and per_step > _MANY_MESSAGES * buffer:
         yield Advice(
             cause="transfer",
-            seen=f"{share:.0%} of the time goes to transfer, in {-(-per_step // buffer)} messages a step",
+            seen=f"{_percent(share)} of the time goes to transfer, in {-(-per_step // buffer)} messages a step",
             key="parallel.fusion_buffer_size",
             change="send fewer and larger ones, by a larger parallel.fusion_buffer_size",
             share=share,
@@ -241,7 +244,7 @@ def _transfer(situation: Situation) -> Iterator[Advice]:
 
 
 def _synchronise_less(situation: Situation, cause: str, share: float, what: str) -> Advice:
-    seen = f"{share:.0%} of the time {what}"
+    seen = f"{_percent(share)} of the time {what}"
     now = situation.options.get("sync_frequency", 1)
     if "sync_frequency" in situation.takes:
         change = f"synchronise less often than every {now} batches" if now != 1 else "synchronise less often"

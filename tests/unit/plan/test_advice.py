@@ -13,7 +13,7 @@ from openclaw_nb.monitor.store import Monitor
 from openclaw_nb.plan.advice import Situation, advise, efficiency, headline, scaling, shares
 from openclaw_nb.protocol.messages import Measured
 
-CALLS = {"balance_load"}
+CALLS = {"balance_load", "num_workers"}
 
 
 @dataclass
@@ -44,12 +44,18 @@ def test_a_good_run_needs_no_advice() -> None:
 @pytest.mark.parametrize(
     ("situation", "cause", "key", "said"),
     [
-        (run((60, 40, 0, 0)), "data", "parallel.async_io", "60% of the time goes to waiting for batches"),
+        (
+            run((60, 40, 0, 0), options={"async_io": True}),
+            "data",
+            "num_workers",
+            "let more processes load them",
+        ),
+        (run((60, 40, 0, 0)), "data", "parallel.async_io", "60 % of the time goes to waiting for batches"),
         (
             run((0, 50, 0, 50), (0, 50, 0, 50)),
             "transfer",
             "strategy.sync_frequency",
-            "50% of the time goes",
+            "50 % of the time goes",
         ),
         (
             run((0, 50, 0, 50), (0, 50, 0, 50), options={"fusion_buffer_size": 1000}, num_bytes=10 * 4500),
@@ -61,7 +67,7 @@ def test_a_good_run_needs_no_advice() -> None:
             run((0, 50, 50, 0), (0, 98, 2, 0)),
             "straggler",
             "balance_load",
-            "worker-1 is the slowest, and the other waits 50%",
+            "worker-1 is the slowest, and the other waits 50 %",
         ),
         (
             run((0, 50, 50, 0), (0, 50, 50, 0), (55, 43, 2, 0)),
@@ -85,7 +91,7 @@ def test_a_good_run_needs_no_advice() -> None:
             run((0, 60, 0, 40), (0, 60, 0, 40), strategy="sharded", takes={"accumulate"}),
             "transfer",
             "strategy.accumulate",
-            "40% of the time goes to transfer",
+            "40 % of the time goes to transfer",
         ),
         (run((0, 60, 0, 40), (0, 60, 0, 40), takes=()), "transfer", "strategy.name", "take larger batches"),
         (run(GOOD, GOOD, GOOD, num_cores=2), "cores", "parallel.workers", "3 workers share 2 cores"),
@@ -112,7 +118,7 @@ def test_the_worst_comes_first_with_how_poor_it_is() -> None:
     assert [each.cause for each in advise(situation)] == ["transfer", "data", "cores"]
     assert efficiency(situation.workers) == pytest.approx(0.6)
     assert headline(situation).startswith(
-        "Poor scaling: 2 workers do the work of 1.2. 40% of the time goes to"
+        "Poor scaling: 2 workers do the work of 1.2. 40 % of the time goes to"
     )
 
 
