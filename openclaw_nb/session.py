@@ -143,8 +143,7 @@ class Session:
                 configuration, len(devices), usable_cores(), oversubscribe=cluster.may_oversubscribe
             )
             notes = check_capabilities(configuration, devices, available_memory_bytes())
-            if (metrics_port := configuration.value("master.metrics_port")) is not None:
-                self.metrics.serve(port=metrics_port)
+            self._serve_metrics(configuration)
             self._stop_at_exit()
             master = MasterNode(
                 settled.host,
@@ -179,11 +178,17 @@ class Session:
         """
         with self._lock:
             self._check_none_runs()
+            self._serve_metrics(cluster.configuration)
             self._stop_at_exit()
             lease, listener = cluster.lease_seconds, self.monitor.take
             master = MasterNode.attach(name, lease_seconds=lease, listener=listener)
             self._cluster = cluster
             return master
+
+    def _serve_metrics(self, configuration: Configuration) -> None:
+        port = configuration.value("master.metrics_port")
+        if port is not None:
+            self.metrics.serve(port=port)
 
     def detach(self) -> str:
         """Leave the cluster running without an owner; return its name.

@@ -6,7 +6,9 @@ Configuration, options ──> Wanted ──> checks ──> findings
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
+from openclaw_nb.cluster.master import MasterNode
 from openclaw_nb.config.settings import Configuration
 from openclaw_nb.core.errors import OpenClawError, UsageError
 from openclaw_nb.core.host import usable_cores
@@ -65,10 +67,12 @@ def consult(
     list of Finding
         In the order of the checks.
     """
+    cluster = session.cluster
     wanted = wanted_of(configuration, workers)
+    if cluster is not None and workers is None:
+        wanted = _as_it_runs(wanted, cluster.master)
     tell("this host")
     found = examine([*checks_of_host(wanted), *checks_of_network(wanted, reach)])
-    cluster = session.cluster
     if cluster is not None:
         tell(f"the cluster {cluster.master.name}")
         checks = checks_of_cluster(cluster.master, session.monitor)
@@ -77,6 +81,12 @@ def consult(
         return found + examine([("open sockets", open_sockets)])
     tell("an array sum, on workers that are started for it")
     return found + examine([("array sum", lambda: _on_new_workers(wanted))])
+
+
+def _as_it_runs(wanted: Wanted, master: MasterNode) -> Wanted:
+    threads = [report["threads"] or 1 for report in master.worker_settings().values()]
+    num_workers = sum(not worker.spare for worker in master.workers)
+    return replace(wanted, workers=num_workers, threads=max(threads, default=None), runs=True)
 
 
 def _on_new_workers(wanted: Wanted) -> list[Finding]:

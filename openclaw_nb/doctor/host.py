@@ -21,7 +21,7 @@ from openclaw_nb.cluster.files import runtime_directory
 from openclaw_nb.cluster.mpiexec import find_mpiexec, require_mpi4py
 from openclaw_nb.core.errors import UsageError
 from openclaw_nb.core.host import available_memory_bytes, usable_cores
-from openclaw_nb.core.text import counted, size_text
+from openclaw_nb.core.text import counted, is_set, size_text
 from openclaw_nb.doctor.findings import FAIL, OK, SKIP, WARN, Check, Finding
 
 _SHARED_MEMORY = Path("/dev/shm")
@@ -53,6 +53,8 @@ class Wanted:
         The network interface that was named, or "".
     host, port
         Where the master listens for workers, or is to.
+    runs : bool
+        Whether these workers run already.
     """
 
     workers: int | None = None
@@ -62,6 +64,7 @@ class Wanted:
     interface: str = ""
     host: str = "127.0.0.1"
     port: int = 50051
+    runs: bool = False
 
 
 def checks_of_host(wanted: Wanted) -> list[tuple[str, Check]]:
@@ -91,11 +94,15 @@ def _cores(wanted: Wanted) -> Iterator[Finding]:
     todo = (
         f"Take at most {key}: {at_most}. With --oversubscribe workers share cores, and slow each other down."
     )
-    yield Finding("cores", FAIL, seen, todo, key)
+    may_share = wanted.runs or is_set(os.environ, "OPENCLAW_OVERSUBSCRIBE")
+    yield Finding("cores", WARN if may_share else FAIL, seen, todo, key)
 
 
 def _memory(wanted: Wanted) -> Iterator[Finding]:
     available = available_memory_bytes()
+    if wanted.runs:
+        yield _memory_left(available)
+        return
     workers = wanted.workers or 1
     each = available // workers
     seen = f"{size_text(available)} available, {size_text(each)} for each of {counted(workers, 'worker')}"
@@ -107,6 +114,14 @@ def _memory(wanted: Wanted) -> Iterator[Finding]:
         f"at most parallel.workers: {fitting}." if fitting else "a larger machine or container."
     )
     yield Finding("memory", FAIL, seen, todo, "parallel.workers")
+
+
+def _memory_left(available: int) -> Finding:
+    seen = f"{size_text(available)} available beside the workers that run"
+    if available >= MEMORY_PER_WORKER_BYTES // 2:
+        return Finding("memory", OK, seen)
+    todo = "Take smaller batches, or fewer workers (parallel.workers), before a process is ended for want of memory."
+    return Finding("memory", WARN, seen, todo, "parallel.workers")
 
 
 def _shared_memory() -> Iterator[Finding]:

@@ -37,8 +37,10 @@ def found(name: str, wanted: Wanted | None = None) -> Finding:
     return first
 
 
-def test_more_workers_than_cores_name_the_key() -> None:
+def test_more_workers_than_cores_name_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
     cores = usable_cores()
+    assert found("cores", Wanted(workers=cores + 1)).state == WARN, "these tests may oversubscribe"
+    monkeypatch.delenv("OPENCLAW_OVERSUBSCRIBE")
     many = found("cores", Wanted(workers=cores + 1))
     assert (many.state, many.key) == (FAIL, "parallel.workers")
     assert f"Take at most parallel.workers: {cores}" in many.todo
@@ -52,6 +54,7 @@ def test_too_little_memory_names_the_key() -> None:
     short = found("memory", Wanted(workers=many))
     assert (short.state, short.key) == (FAIL, "parallel.workers")
     assert found("memory").state == OK
+    assert "beside the workers that run" in found("memory", Wanted(workers=many, runs=True)).seen
 
 
 def test_a_directory_that_cannot_be_written(monkeypatch: pytest.MonkeyPatch) -> None:
