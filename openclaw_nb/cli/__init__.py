@@ -1,7 +1,8 @@
 """The command line: ``openclaw``, also called ``openclaw-cli``.
 
 Exit codes are 0, 1 (failed) and 2 (not understood). One module a kind of command: it adds its parsers, and what they
-run returns the text to print. Parses, calls, prints; everything else is below.
+run returns the text to print, or an exit code when it has shown everything by itself. Parses, calls, prints; everything
+else is below.
 """
 
 from __future__ import annotations
@@ -11,12 +12,12 @@ import sys
 from collections.abc import Sequence
 
 from openclaw_nb._version import __version__
-from openclaw_nb.cli import configuration, host
+from openclaw_nb.cli import configuration, doctor, host, metrics
 from openclaw_nb.core.errors import OpenClawError, UsageError
 
 _FAILED = 1
 _NOT_UNDERSTOOD = 2
-_KINDS = (host, configuration)
+_KINDS = (host, configuration, metrics, doctor)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -27,7 +28,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.print_help(sys.stderr)
         return _NOT_UNDERSTOOD
     try:
-        print(options.run(options))
+        answer = options.run(options)
+        if isinstance(answer, int):
+            return answer
+        print(answer)
     except UsageError as error:
         print(f"openclaw: {error}", file=sys.stderr)
         return _NOT_UNDERSTOOD

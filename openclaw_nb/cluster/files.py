@@ -145,11 +145,11 @@ class ClusterFiles:
             "detached": detached,
             "written": time.time(),
         }
-        _write_private(Path(self.directory) / MARKER_FILE, note)
+        write_private(Path(self.directory) / MARKER_FILE, note)
 
     def save_state(self, state: dict[str, Any]) -> None:
         """Keep what a new owner needs."""
-        _write_private(Path(self.directory) / _STATE_FILE, state)
+        write_private(Path(self.directory) / _STATE_FILE, state)
 
     def let_go(self, name: str) -> None:
         """Note that nobody owns the cluster from now on."""
@@ -227,7 +227,7 @@ def end_abandoned(name: str) -> int:
     return len(ended)
 
 
-def _write_private(path: Path, content: dict[str, Any]) -> None:
+def write_private(path: Path, content: dict[str, Any]) -> None:
     """Replace a file as a whole; it is this user's alone."""
     new = path.with_suffix(".new")
     descriptor = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)

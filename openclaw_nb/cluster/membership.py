@@ -50,7 +50,8 @@ _CLOSE_SECONDS = 10.0
 _ANSWER_SECONDS = 5.0
 _NO_NCCL = (
     "NCCL was asked for and cannot be used here, as it needs a GPU and PyTorch's CUDA build on every worker: all ranks "
-    "use {communication}. With communication: gloo or auto this is not said."
+    "use {communication}. With parallel.communication: gloo or auto this is not said; "
+    "openclaw doctor says what is missing."
 )
 _NO_ANSWER = "a cell that lets nothing else run"
 
