@@ -1,8 +1,8 @@
 """The command line: ``openclaw``, also called ``openclaw-cli``.
 
-Exit codes are 0, 1 (failed) and 2 (not understood). One module a kind of command: it adds its parsers, and what they
-run returns the text to print, or an exit code when it has shown everything by itself. Parses, calls, prints; everything
-else is below.
+Exit codes are 0, 1 (failed), 2 (not understood) and 130 (stopped with Ctrl-C). One module a kind of command: it adds
+its parsers, and what they run returns the text to print, or an exit code when it has shown everything by itself.
+Parses, calls, prints; everything else is below.
 """
 
 from __future__ import annotations
@@ -12,18 +12,19 @@ import sys
 from collections.abc import Sequence
 
 from openclaw_nb._version import __version__
-from openclaw_nb.cli import configuration, doctor, host, metrics
+from openclaw_nb.cli import clusters, configuration, doctor, host, metrics, run
 from openclaw_nb.core.errors import OpenClawError, UsageError
 
 _FAILED = 1
 _NOT_UNDERSTOOD = 2
-_KINDS = (host, configuration, metrics, doctor)
+_INTERRUPTED = 130
+_KINDS = (host, configuration, clusters, run, metrics, doctor)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; return the exit code."""
     parser = _parser()
-    options = parser.parse_args(arguments)
+    options = _parse(parser, sys.argv[1:] if arguments is None else arguments)
     if options.command is None:
         parser.print_help(sys.stderr)
         return _NOT_UNDERSTOOD
@@ -32,6 +33,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if isinstance(answer, int):
             return answer
         print(answer)
+    except KeyboardInterrupt:
+        print("openclaw: stopped", file=sys.stderr)
+        return _INTERRUPTED
     except UsageError as error:
         print(f"openclaw: {error}", file=sys.stderr)
         return _NOT_UNDERSTOOD
@@ -39,6 +43,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"openclaw: {error}", file=sys.stderr)
         return _FAILED
     return 0
+
+
+def _parse(parser: argparse.ArgumentParser, words: Sequence[str]) -> argparse.Namespace:
+    """Read the options; what stands behind two dashes is for the program that a command runs."""
+    place = words.index("--") if "--" in words else len(words)
+    options = parser.parse_args(words[:place])
+    options.arguments = list(words[place + 1 :])
+    if options.arguments and not getattr(options, "takes_arguments", False):
+        parser.error(f"{options.command} runs no program: nothing can stand behind two dashes")
+    return options
 
 
 def _parser() -> argparse.ArgumentParser:

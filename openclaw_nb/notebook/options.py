@@ -755,7 +755,11 @@ def parse_cell(
     defaults = defaults or CellDefaults()
     if not words and not (trains and defaults.strategy):
         return CellOptions()
-    given = CELL.parse(words)
+    return read_cell(CELL.parse(words), defaults, trains=trains)
+
+
+def read_cell(given: argparse.Namespace, defaults: CellDefaults, *, trains: bool) -> CellOptions:
+    """Turn options that have been parsed, wherever they were written, into what they ask for; see `parse_cell`."""
     told = _choose_strategy(given, defaults, trains=trains)
     if given.background and not given.background.isidentifier():
         raise UsageError(f"--background takes a name for the handle, not {given.background!r}.")
