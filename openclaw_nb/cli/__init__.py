@@ -12,18 +12,19 @@ import sys
 from collections.abc import Sequence
 
 from openclaw_nb._version import __version__
-from openclaw_nb.cli import clusters, configuration, doctor, host, metrics, run
+from openclaw_nb.cli import clusters, completion, configuration, doctor, host, metrics, run
 from openclaw_nb.core.errors import OpenClawError, UsageError
 
 _FAILED = 1
 _NOT_UNDERSTOOD = 2
 _INTERRUPTED = 130
-_KINDS = (host, configuration, clusters, run, metrics, doctor)
+_KINDS = (host, configuration, clusters, run, metrics, doctor, completion)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; return the exit code."""
     parser = _parser()
+    completion.answer_tab(parser)
     options = _parse(parser, sys.argv[1:] if arguments is None else arguments)
     if options.command is None:
         parser.print_help(sys.stderr)
