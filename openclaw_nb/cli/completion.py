@@ -38,6 +38,6 @@ def answer_tab(parser: argparse.ArgumentParser) -> None:
 
 
 def _completion(options: argparse.Namespace) -> str:
-    import argcomplete
+    from argcomplete.shell_integration import shellcode
 
-    return str(argcomplete.shellcode(_NAMES, shell=options.shell)).rstrip()
+    return shellcode(_NAMES, shell=options.shell).rstrip()

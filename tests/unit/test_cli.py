@@ -83,7 +83,7 @@ def test_a_configuration_is_written_checked_and_shown(
 @pytest.mark.parametrize(
     ("line", "expected"),
     [
-        ("openclaw do", {"down ", "doctor "}),
+        ("openclaw do", {"down", "doctor"}),
         ("openclaw run train.py --strat", {"--strategy "}),
         ("openclaw run train.py --precision b", {"bf16 "}),
     ],
