@@ -8,7 +8,9 @@ import subprocess
 import time
 import urllib.parse
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
+from http import HTTPStatus
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +54,7 @@ def served(lab: Lab, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Metri
     served.serve(port=0)
     lab.good(SETUP, targets=[0, 1])
     run = lab.master.run_cell(FOREVER, targets=[0, 1], strategy=StrategySpec(name="data_parallel"))
+    wait_until(lambda: monitor.latest() is not None)
     yield served
     run.interrupt()
     assert run.wait(HANG_SECONDS) is not None
@@ -82,7 +85,9 @@ def prometheus(served: Metrics, tmp_path_factory: pytest.TempPathFactory) -> Ite
             stderr=output,
         )
     try:
-        yield f"http://{_address(process, log)}"
+        address = f"http://{_address(process, log)}"
+        wait_until(lambda: bool(ask(address, "up == 1")))
+        yield address
     finally:
         process.terminate()
         process.wait(HANG_SECONDS)
@@ -99,7 +104,15 @@ def _address(process: subprocess.Popen[bytes], log: Path) -> str:
     raise AssertionError(log.read_text())
 
 
+def wait_until(is_so: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + HANG_SECONDS
+    while not is_so():
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+
 def ask(prometheus: str, query: str) -> list[dict[str, Any]]:
+    """Return what is known; nothing while it does not answer yet: it listens before it is ready."""
     url = f"{prometheus}/api/v1/query?{urllib.parse.urlencode({'query': query})}"
     try:
         with urllib.request.urlopen(url, timeout=HANG_SECONDS) as answer:
@@ -107,6 +120,8 @@ def ask(prometheus: str, query: str) -> list[dict[str, Any]]:
             return found
     except urllib.error.HTTPError as error:
         with error:
+            if error.code == HTTPStatus.SERVICE_UNAVAILABLE:
+                return []
             raise AssertionError(f"{query}: {error.read().decode()}") from None
 
 
@@ -133,12 +148,8 @@ def test_its_own_checker_finds_nothing_to_say(served: Metrics) -> None:
 
 
 def test_every_panel_has_data_on_cores(prometheus: str) -> None:
-    waiting = queries()
-    deadline = time.monotonic() + HANG_SECONDS
-    while waiting and time.monotonic() < deadline:
-        waiting = {title: query for title, query in waiting.items() if not _has_data(prometheus, query)}
-        time.sleep(0.1)
-    assert not waiting
+    for query in queries().values():
+        wait_until(partial(_has_data, prometheus, query))
 
 
 def _has_data(prometheus: str, query: str) -> bool:
