@@ -69,7 +69,7 @@ def consult(
     """
     cluster = session.cluster
     wanted = wanted_of(configuration, workers)
-    if cluster is not None and workers is None:
+    if cluster is not None and workers is None and not cluster.master.problem:
         wanted = _as_it_runs(wanted, cluster.master)
     tell("this host")
     found = examine([*checks_of_host(wanted), *checks_of_network(wanted, reach)])

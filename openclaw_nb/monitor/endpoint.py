@@ -17,6 +17,7 @@ from openclaw_nb.monitor.prometheus import CONTENT_TYPE
 
 _PATH = "/metrics"
 _CLIENT_SECONDS = 5.0
+_LOOK_SECONDS = 0.1  # how often the thread looks whether it is to end
 _log = logging.getLogger(__name__)
 
 
@@ -60,7 +61,10 @@ class Endpoint:
             ) from error
         self.host, self.port = host, int(self._server.server_address[1])
         self._thread = threading.Thread(
-            target=self._server.serve_forever, name="openclaw-metrics", daemon=True
+            target=self._server.serve_forever,
+            args=(_LOOK_SECONDS,),
+            name="openclaw-metrics",
+            daemon=True,
         )
         self._thread.start()
 

@@ -24,6 +24,17 @@ POOR = 0.7
 _WAITED_FOR = 0.1
 _MANY_MESSAGES = 4
 _WORK = ("data", "compute")
+_STAGED = {
+    "model_parallel": (
+        "strategy.name",
+        "take strategy.name: pipeline, whose workers work at the same time, or data_parallel where the model fits",
+    ),
+    "pipeline": (
+        "strategy.microbatches",
+        "cut batches into more parts, by strategy.microbatches or --microbatches",
+    ),
+}
+"""What helps where workers wait for each other by the nature of the strategy: the key, and what to do."""
 
 
 class WorkerLoad(Protocol):
@@ -179,19 +190,17 @@ def _data(situation: Situation) -> Iterator[Advice]:
 
 
 def _together(situation: Situation) -> Iterator[Advice]:
-    """What waiting for others comes from: one that is slow, or that all wait again and again."""
+    """What waiting for others comes from: stages, one that is slow, or that all wait again and again."""
     share = shares(situation.workers).get("wait", 0.0)
+    if situation.strategy in _STAGED:
+        if share >= NOTICEABLE:
+            key, change = _STAGED[situation.strategy]
+            seen = f"{_percent(share)} of the time workers wait for the stages before and after theirs"
+            yield Advice(cause="wait", seen=seen, key=key, change=change, share=share)
+        return
     slowest = _straggler(situation.workers)
     if slowest is not None:
         yield _about_straggler(situation, *slowest)
-    elif share >= NOTICEABLE and situation.strategy == "pipeline":
-        yield Advice(
-            cause="wait",
-            seen=f"{_percent(share)} of the time workers wait for the stages before and after theirs",
-            key="strategy.microbatches",
-            change="cut batches into more parts, by strategy.microbatches or --microbatches",
-            share=share,
-        )
     elif share >= NOTICEABLE:
         yield _synchronise_less(situation, "wait", share, "goes to waiting for now one worker, now another")
 

@@ -82,6 +82,12 @@ def test_a_good_run_needs_no_advice() -> None:
             "now one worker, now another",
         ),
         (
+            run((0, 50, 50, 0), (0, 90, 10, 0), strategy="model_parallel", takes=()),
+            "wait",
+            "strategy.name",
+            "take strategy.name: pipeline",
+        ),
+        (
             run((0, 60, 40, 0), (0, 60, 40, 0), strategy="pipeline", takes={"microbatches"}),
             "wait",
             "strategy.microbatches",
