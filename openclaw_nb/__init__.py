@@ -16,13 +16,16 @@ if TYPE_CHECKING:
     from openclaw_nb.cluster.master import MasterNode
     from openclaw_nb.scheduler import PipelineScheduler
     from openclaw_nb.session import OpenClawCluster, resize_workers
+    from openclaw_nb.shared import SharedMemory, attach_shared_memory
 
 __all__ = [
     "MasterNode",
     "OpenClawCluster",
     "PipelineScheduler",
+    "SharedMemory",
     "WorkerNode",
     "__version__",
+    "attach_shared_memory",
     "load_ipython_extension",
     "resize_workers",
     "unload_ipython_extension",
@@ -32,7 +35,9 @@ _HOMES = {
     "MasterNode": "openclaw_nb.cluster.master",
     "OpenClawCluster": "openclaw_nb.session",
     "PipelineScheduler": "openclaw_nb.scheduler",
+    "SharedMemory": "openclaw_nb.shared",
     "WorkerNode": "openclaw_nb.cluster.join.node",
+    "attach_shared_memory": "openclaw_nb.shared",
     "resize_workers": "openclaw_nb.session",
 }
 

@@ -119,7 +119,7 @@ class PipelineScheduler:
         self.schedule = schedule
         self._cluster = cluster
         self._functions: dict[str, Callable[..., Any]] = {}
-        self._synchronous = True
+        self._synchronous = self._ran_synchronous = True
         self._channel_size = 2
         self._steps: StepPipeline | None = None
         self._waits_for: list[int] = []
@@ -253,16 +253,15 @@ class PipelineScheduler:
         if isinstance(channel_size, bool) or not isinstance(channel_size, int) or channel_size < 1:
             raise UsageError(f"channel_size is a whole number of at least 1, not {channel_size!r}.")
         self._times, self._channel_size = None, channel_size
-        if synchronous is not None:
-            self._synchronous = synchronous
+        self._ran_synchronous = self._synchronous if synchronous is None else synchronous
         if _on_a_worker():
-            return self._steps_here().run(items, synchronous=self._synchronous, depth=channel_size)
+            return self._steps_here().run(items, synchronous=self._ran_synchronous, depth=channel_size)
         from openclaw_nb.engine.scheduler.shared import Shared
 
         shared, remote = Shared(self._functions), self._reach()
         remote.push({"items": _to_send(items), "states": shared.states()}, [self._ranks[0]])
         name = self._name
-        options = f"synchronous={self._synchronous}, channel_size={channel_size}"
+        options = f"synchronous={self._ran_synchronous}, channel_size={channel_size}"
         source = f"if {name}_states is not None: {name}._steps_here().shared.load({name}_states)"
         results: list[Any] = remote.call(f"run({name}_items, {options})", before=source)
         remote.run(f"{name}_states = {name}._steps_here().shared.states()")
@@ -312,7 +311,7 @@ class PipelineScheduler:
         Raises
         ------
         RefusedError
-            When the result would differ from that of a single device. No gradient and parameter has changed then.
+            When the result would differ from that of a single device. No parameter has changed then.
         UsageError
             From a script, when values of the model were set here while the workers have trained on from older ones.
         """
@@ -469,7 +468,7 @@ class PipelineScheduler:
             for item, (start, end) in enumerate(lane)
         ]
         bubble = self._bubble_of_steps()
-        how = "synchronous" if self._synchronous else "not synchronous"
+        how = "synchronous" if self._ran_synchronous else "not synchronous"
         words = f"{how}: idle {bubble.measured:.1%} measured, {bubble.theoretical:.1%} by theory"
         pictures = [Lanes("as it ran", boxes), Lanes("ideal, with the mean of these times", ideal)]
         return Timeline([words], pictures)
@@ -506,7 +505,7 @@ class PipelineScheduler:
 
     def _times_and_waits(self) -> tuple[Times, list[int]]:
         body = self._steps_here()
-        waits = body.waits_for if self._synchronous else list(range(len(body.waits_for)))
+        waits = body.waits_for if self._ran_synchronous else list(range(len(body.waits_for)))
         return list(body.all_times()), waits
 
     # ------------------------------------------------------------------------------------------------- where

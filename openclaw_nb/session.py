@@ -38,6 +38,7 @@ from openclaw_nb.core.errors import (
 from openclaw_nb.core.host import available_memory_bytes, usable_cores
 from openclaw_nb.core.table import Table
 from openclaw_nb.core.text import is_set
+from openclaw_nb.metrics.publish import Metrics
 from openclaw_nb.monitor.store import Monitor
 from openclaw_nb.protocol.messages import StrategySpec
 from openclaw_nb.strategies import (
@@ -69,6 +70,8 @@ class Session:
     ----------
     monitor : Monitor
         What strategy cells have measured, of this cluster and earlier ones.
+    metrics : Metrics
+        The endpoint from which Prometheus reads that, and how busy the devices are; not open until it is asked for.
 
     See Also
     --------
@@ -80,6 +83,7 @@ class Session:
         self._lock = threading.Lock()
         self._pid = 0
         self.monitor = Monitor()
+        self.metrics = Metrics(self._find_master, self.monitor)
 
     @property
     def cluster(self) -> OpenClawCluster | None:
@@ -99,6 +103,9 @@ class Session:
         if (cluster := self.cluster) is None:
             raise NotStartedError("No cluster is running. Start one first: %openclaw start -n 2")
         return cluster.master
+
+    def _find_master(self) -> MasterNode | None:
+        return None if (cluster := self.cluster) is None else cluster.master
 
     @cached_property
     def known_devices(self) -> list[Device]:
@@ -136,6 +143,7 @@ class Session:
                 configuration, len(devices), usable_cores(), oversubscribe=cluster.may_oversubscribe
             )
             notes = check_capabilities(configuration, devices, available_memory_bytes())
+            self._serve_metrics(configuration)
             self._stop_at_exit()
             master = MasterNode(
                 settled.host,
@@ -170,11 +178,17 @@ class Session:
         """
         with self._lock:
             self._check_none_runs()
+            self._serve_metrics(cluster.configuration)
             self._stop_at_exit()
             lease, listener = cluster.lease_seconds, self.monitor.take
             master = MasterNode.attach(name, lease_seconds=lease, listener=listener)
             self._cluster = cluster
             return master
+
+    def _serve_metrics(self, configuration: Configuration) -> None:
+        port = configuration.value("master.metrics_port")
+        if port is not None:
+            self.metrics.serve(port=port)
 
     def detach(self) -> str:
         """Leave the cluster running without an owner; return its name.
@@ -540,6 +554,7 @@ def _seen(cluster: OpenClawCluster) -> Seen:
         devices={worker.id: worker.device.id for worker in working},
         reports=master.worker_settings(),
         cells=cluster.cell_defaults,
+        metrics_port=None if (metrics := current_session().metrics.published) is None else metrics.port,
     )
 
 

@@ -1,7 +1,8 @@
 """The command line: ``openclaw``, also called ``openclaw-cli``.
 
-Exit codes are 0, 1 (failed) and 2 (not understood). One module a kind of command: it adds its parsers, and what they
-run returns the text to print. Parses, calls, prints; everything else is below.
+Exit codes are 0, 1 (failed), 2 (not understood) and 130 (stopped with Ctrl-C). One module a kind of command: it adds
+its parsers, and what they run returns the text to print, or an exit code when it has shown everything by itself.
+Parses, calls, prints; everything else is below.
 """
 
 from __future__ import annotations
@@ -11,23 +12,31 @@ import sys
 from collections.abc import Sequence
 
 from openclaw_nb._version import __version__
-from openclaw_nb.cli import configuration, host
+from openclaw_nb.cli import clusters, completion, configuration, doctor, host, metrics, run
 from openclaw_nb.core.errors import OpenClawError, UsageError
 
 _FAILED = 1
 _NOT_UNDERSTOOD = 2
-_KINDS = (host, configuration)
+_INTERRUPTED = 130
+_KINDS = (host, configuration, clusters, run, metrics, doctor, completion)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; return the exit code."""
     parser = _parser()
-    options = parser.parse_args(arguments)
+    completion.answer_tab(parser)
+    options = _parse(parser, sys.argv[1:] if arguments is None else arguments)
     if options.command is None:
         parser.print_help(sys.stderr)
         return _NOT_UNDERSTOOD
     try:
-        print(options.run(options))
+        answer = options.run(options)
+        if isinstance(answer, int):
+            return answer
+        print(answer)
+    except KeyboardInterrupt:
+        print("openclaw: stopped", file=sys.stderr)
+        return _INTERRUPTED
     except UsageError as error:
         print(f"openclaw: {error}", file=sys.stderr)
         return _NOT_UNDERSTOOD
@@ -35,6 +44,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"openclaw: {error}", file=sys.stderr)
         return _FAILED
     return 0
+
+
+def _parse(parser: argparse.ArgumentParser, words: Sequence[str]) -> argparse.Namespace:
+    """Read the options; what stands behind two dashes is for the program that a command runs."""
+    place = words.index("--") if "--" in words else len(words)
+    options = parser.parse_args(words[:place])
+    options.arguments = list(words[place + 1 :])
+    if options.arguments and not getattr(options, "takes_arguments", False):
+        parser.error(f"{options.command} runs no program: nothing can stand behind two dashes")
+    return options
 
 
 def _parser() -> argparse.ArgumentParser:

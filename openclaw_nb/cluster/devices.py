@@ -308,7 +308,7 @@ def _too_many(num_workers: int, pool: Sequence[Device], num_spares: int = 0) -> 
     what = "GPUs" if pool[0].kind == "gpu" else "cores"
     return ResourceError(
         f"{_counted(num_workers, num_spares)} were asked for, but this machine has {len(pool)} {what} to use. "
-        f"Ask for at most {len(pool)}, or let them share {what}: "
+        f"Ask for at most {len(pool)} (-n, or parallel.workers), or let them share {what}: "
         "--oversubscribe or OPENCLAW_OVERSUBSCRIBE=1."
     )
 
@@ -325,7 +325,7 @@ def _check_memory(num_workers: int, memory_available_bytes: int, num_spares: int
     if each >= MEMORY_PER_WORKER_BYTES:
         return
     fitting = memory_available_bytes // MEMORY_PER_WORKER_BYTES
-    advice = f"Ask for at most {fitting}, free memory" if fitting else "Free memory"
+    advice = f"Ask for at most {fitting} (-n, or parallel.workers), free memory" if fitting else "Free memory"
     raise ResourceError(
         f"{_counted(num_workers, num_spares)} would have {each / _GIB:.1f} GiB of memory each "
         f"({memory_available_bytes / _GIB:.1f} GiB are available), and each needs "

@@ -18,7 +18,7 @@ import re
 import shutil
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,13 @@ from typing import Any
 from openclaw_nb._version import __version__
 from openclaw_nb.cluster.guardian import MARKER_FILE, locked
 from openclaw_nb.cluster.ownership import end_processes, processes_of
-from openclaw_nb.core.errors import AlreadyStartedError, NotStartedError, UsageError, unknown_name
+from openclaw_nb.core.errors import (
+    AlreadyStartedError,
+    NotStartedError,
+    ResourceError,
+    UsageError,
+    unknown_name,
+)
 from openclaw_nb.protocol.messages import PROTOCOL_VERSION
 
 _SHARED_MEMORY = Path("/dev/shm")
@@ -139,11 +145,11 @@ class ClusterFiles:
             "detached": detached,
             "written": time.time(),
         }
-        _write_private(Path(self.directory) / MARKER_FILE, note)
+        write_private(Path(self.directory) / MARKER_FILE, note)
 
     def save_state(self, state: dict[str, Any]) -> None:
         """Keep what a new owner needs."""
-        _write_private(Path(self.directory) / _STATE_FILE, state)
+        write_private(Path(self.directory) / _STATE_FILE, state)
 
     def let_go(self, name: str) -> None:
         """Note that nobody owns the cluster from now on."""
@@ -161,12 +167,32 @@ class ClusterFiles:
         folders = [Path(self.directory) / _VARIABLES_FOLDER]
         if os.access(_SHARED_MEMORY, os.W_OK):
             folders.insert(0, self._in_memory)
+        self._make(folders)
+        return [str(folder) for folder in folders]
+
+    def shared_memory(self) -> Path:
+        """Return the folder for shared memory.
+
+        Raises
+        ------
+        NotStartedError
+            When the cluster's files have been removed.
+        ResourceError
+            When the host has no ``/dev/shm`` that this user may write to.
+        """
+        if not os.access(_SHARED_MEMORY, os.W_OK):
+            raise ResourceError(
+                f"Shared memory lies in {_SHARED_MEMORY}, which this user cannot write to here."
+            )
+        self._make([self._in_memory])
+        return self._in_memory
+
+    def _make(self, folders: Iterable[Path]) -> None:
         with self._lock:  # a folder that is made while the cluster ends would stay
             if self._removed:
                 raise NotStartedError("The cluster has ended: its files are removed.")
             for folder in folders:
                 folder.mkdir(mode=0o700, exist_ok=True)
-        return [str(folder) for folder in folders]
 
     def remove(self) -> None:
         """Remove everything."""
@@ -201,7 +227,7 @@ def end_abandoned(name: str) -> int:
     return len(ended)
 
 
-def _write_private(path: Path, content: dict[str, Any]) -> None:
+def write_private(path: Path, content: dict[str, Any]) -> None:
     """Replace a file as a whole; it is this user's alone."""
     new = path.with_suffix(".new")
     descriptor = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)

@@ -58,6 +58,7 @@ from openclaw_nb.plan.chaos import Report, plan_fault
 from openclaw_nb.plan.recovery import check_interval, why_not_elastic
 from openclaw_nb.plan.release import Limits
 from openclaw_nb.protocol.messages import Event, Measured, Profiling, RunCell, SetPace, StrategySpec
+from openclaw_nb.shared.memory import SharedMemory, gibibytes
 
 _STOP_GRACE_SECONDS = 2.0
 _BUSY = "A cell is running on the workers. Wait for it, or stop it (%openclaw interrupt)."
@@ -223,7 +224,9 @@ class MasterNode:
             self._members,
             gate.audit,
             oversubscribe=self.oversubscribe,
-            closed=lambda: self.problem or ("" if self.replaces_workers else f"No worker can join: {SET_ENDED}"),
+            closed=lambda: (
+                self.problem or ("" if self.replaces_workers else f"No worker can join: {SET_ENDED}")
+            ),
             take_in=lambda worker: self._resizer().take_in([worker]),
             remove=self.remove_worker,
         )
@@ -1031,6 +1034,35 @@ class MasterNode:
         """Return type, digest and size of each variable on each rank."""
         self._ensure_idle()
         return self._require_exchange().describe(self._choose_ranks(targets), names)
+
+    def create_shared_memory(self, size_gb: float, devices: Sequence[str] | None = None) -> SharedMemory:
+        """Make memory of this host in which the notebook and the workers find tensors by name, without copies.
+
+        Parameters
+        ----------
+        size_gb : float
+            How much, in GiB; all of it is taken at once.
+        devices : sequence of str, optional
+            Whose workers may attach it, e.g. ``["GPU-0", "GPU-1"]``; all by default.
+
+        Returns
+        -------
+        SharedMemory
+            A worker attaches it by ``openclaw_nb.attach_shared_memory(memory.id)``. It ends with ``free()`` or with the
+            cluster, whatever happens to this process.
+
+        Raises
+        ------
+        UsageError
+            When the size is no number above 0, or a device is none of the workers'.
+        ResourceError
+            When ``/dev/shm`` or the memory has less room; nothing is taken then.
+        """
+        names = [devices] if isinstance(devices, str) else list(devices or ())
+        for name in names:
+            find_worker(self._members.present, name)
+        assert self._files is not None
+        return SharedMemory.create(self._files.shared_memory(), gibibytes(size_gb), names)
 
     def complete(self, code: str, cursor: int, rank: int = 0) -> dict[str, Any]:
         """Complete code against a rank's variables."""

@@ -50,7 +50,8 @@ _CLOSE_SECONDS = 10.0
 _ANSWER_SECONDS = 5.0
 _NO_NCCL = (
     "NCCL was asked for and cannot be used here, as it needs a GPU and PyTorch's CUDA build on every worker: all ranks "
-    "use {communication}. With communication: gloo or auto this is not said."
+    "use {communication}. With parallel.communication: gloo or auto this is not said; "
+    "openclaw doctor says what is missing."
 )
 _NO_WORKERS = (
     "The cluster has no workers yet: start some (MasterNode.start_workers, add_worker), or let one join "
@@ -120,9 +121,7 @@ class Membership:
         self.connect()
         self._await_workers(started, lambda count: tell(1 + count, total, "starting workers"))
         tell(1 + len(devices), total, "importing torch")
-        self._await_stores(
-            started, lambda count: tell(1 + len(devices) + count, total, "importing torch")
-        )
+        self._await_stores(started, lambda count: tell(1 + len(devices) + count, total, "importing torch"))
         self._coming -= {worker.number for worker in started}
         self._form()
         self.notes += self._launch.remarks()
@@ -149,9 +148,7 @@ class Membership:
         """Give numbers to workers whose processes are not there yet."""
         with self._changed:
             first = len(self.workers)
-            added = [
-                Worker(number=first + i, device=device, guest=guest) for i, device in enumerate(devices)
-            ]
+            added = [Worker(number=first + i, device=device, guest=guest) for i, device in enumerate(devices)]
             self._coming.update(worker.number for worker in added)
             self.workers += added
         return added

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import threading
 import time
 from dataclasses import dataclass
 
@@ -37,15 +38,17 @@ class DeviceStatus:
 
 
 class StatusReader:
-    """Reads devices; keeps what is needed for readings that are differences in time."""
+    """Reads devices, from any thread; keeps what is needed for readings that are differences in time."""
 
     def __init__(self) -> None:
         self._reader = DeviceReader()
+        self._lock = threading.Lock()
 
     def _reading(self, worker: Worker) -> DeviceReading:
-        if worker.device.kind == "gpu":
-            return self._reader.read_gpu(worker.device.index)
-        return self._reader.read_cpu_worker(worker.pid) if worker.pid else DeviceReading()
+        with self._lock:  # the panel, a cell and the metrics' endpoint may ask at once
+            if worker.device.kind == "gpu":
+                return self._reader.read_gpu(worker.device.index)
+            return self._reader.read_cpu_worker(worker.pid) if worker.pid else DeviceReading()
 
     def read(self, worker: Worker, work: str) -> DeviceStatus:
         """Return the record of one worker."""

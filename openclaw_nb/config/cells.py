@@ -21,6 +21,7 @@ COMMON = {
     "sync_frequency": "parallel.sync_interval",
     "fusion_buffer_size": "parallel.fusion_buffer_size",
     "memory_pinning": "parallel.memory_pinning",
+    "async_io": "parallel.async_io",
     "checkpoint": "checkpoint.dir",
     "checkpoint_every": "checkpoint.interval",
 }

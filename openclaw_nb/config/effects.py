@@ -49,6 +49,8 @@ class Seen:
         What each worker that answered says of its settings (`openclaw_nb.engine.settings.report`).
     cells : CellDefaults
         What holds for cells.
+    metrics_port : int or None
+        Where metrics are served, if they are.
     """
 
     backend: str
@@ -59,6 +61,7 @@ class Seen:
     devices: Mapping[str, str]
     reports: Mapping[str, Mapping[str, Any]]
     cells: CellDefaults = field(default_factory=CellDefaults)
+    metrics_port: int | None = None
 
     @property
     def has_gpu(self) -> bool:
@@ -203,6 +206,15 @@ def _controller_log(value: Any, seen: Seen) -> _Outcome:
     )
 
 
+def _metrics_port(value: Any, seen: Seen) -> _Outcome:
+    if seen.metrics_port is None:
+        return _Outcome("nothing", took="not taken: metrics are served no more")
+    where = f"metrics for Prometheus at port {seen.metrics_port}"
+    return _on_master(
+        where, took=value in (0, seen.metrics_port), otherwise="another port was asked for since"
+    )
+
+
 def _enabled(value: Any, seen: Seen) -> _Outcome:
     if value:
         return _Outcome("nothing is held back", took="the master")
@@ -339,6 +351,7 @@ def _gpu_option(name: str) -> Callable[[Any, Seen], _Outcome]:
 _SEEN: dict[str, Callable[[Any, Seen], _Outcome]] = {
     "master.host": _host,
     "master.log_level": _controller_log,
+    "master.metrics_port": _metrics_port,
     "parallel.enabled": _enabled,
     "parallel.backend": _backend,
     "parallel.workers": _workers,

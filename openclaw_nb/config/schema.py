@@ -87,6 +87,11 @@ KEYS: dict[str, Key] = {
         "how much the controller writes into its log, and the notebook's logger openclaw_nb lets through",
         example="INFO",
     ),
+    "master.metrics_port": Key(
+        Count(0, 65535),
+        "the port, on loopback, at which metrics are served to Prometheus; 0 takes one that is free",
+        example=9464,
+    ),
     # -------------------------------------------------------------------------------------------- the strategy
     "strategy.name": Key(
         _STRATEGY,
@@ -179,7 +184,12 @@ KEYS: dict[str, Key] = {
     "parallel.omp_threads": Key(
         Count(1, 4096), "OMP_NUM_THREADS of each worker, and so torch's threads", example=1
     ),
-    "parallel.async_io": Key(Flag(), "whether batches are loaded while others are computed", example=True),
+    "parallel.async_io": Key(
+        Flag(),
+        "true: loaders without worker processes get one, which loads ahead; false: batches are loaded when they are "
+        "asked for, and training waits for checkpoints",
+        example=True,
+    ),
     "parallel.sync_interval": Key(
         Count(), "as strategy.sync_frequency, under every strategy that takes it", example=1
     ),

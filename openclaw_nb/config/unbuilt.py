@@ -11,10 +11,6 @@ UNBUILT_KEYS: dict[str, str] = {
     "master.port": f"nothing listens for other workers: {_JOIN}",
     "network_interface": f"all sockets are on loopback: {_JOIN}",
     "parallel.task_chunk_size": "the task pool and its `map` are not built yet",
-    "parallel.async_io": (
-        "the DataLoader's own workers load ahead (num_workers), checkpoints are written by a thread; a switch for "
-        "both is not built yet"
-    ),
 }
 """Keys that are accepted and do nothing yet; `%openclaw config --effective` says so."""
 

@@ -12,7 +12,7 @@ import threading
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import MappingProxyType
 
 from openclaw_nb.protocol.messages import Event, Measured
@@ -77,6 +77,37 @@ class WorkerHistory:
     first_nan: int | None
     cumulative: Curve
     rates: Curve
+
+
+@dataclass(frozen=True, kw_only=True)
+class Totals:
+    """What one worker has done in all runs together, also those that are no longer kept: numbers that only grow.
+
+    Attributes
+    ----------
+    worker : int
+        Its number.
+    steps, samples, lost, num_bytes, seconds
+        As in `WorkerHistory`.
+    """
+
+    worker: int
+    steps: int = 0
+    samples: int = 0
+    lost: int = 0
+    num_bytes: int = 0
+    seconds: Mapping[str, float] = field(default_factory=dict)
+
+    def __add__(self, other: Totals) -> Totals:
+        names = [*self.seconds, *(name for name in other.seconds if name not in self.seconds)]
+        return Totals(
+            worker=self.worker,
+            steps=self.steps + other.steps,
+            samples=self.samples + other.samples,
+            lost=self.lost + other.lost,
+            num_bytes=self.num_bytes + other.num_bytes,
+            seconds={name: self.seconds.get(name, 0.0) + other.seconds.get(name, 0.0) for name in names},
+        )
 
 
 @dataclass(frozen=True)
@@ -270,6 +301,16 @@ class _WorkerLog:
     def rate_at(self, now: float) -> float | None:
         return 0.0 if self.rate is not None and self.silent(now) else self.rate
 
+    def totals(self) -> Totals:
+        return Totals(
+            worker=self.worker,
+            steps=self.steps,
+            samples=self.samples,
+            lost=self.lost,
+            num_bytes=self._num_bytes,
+            seconds=dict(self._seconds),
+        )
+
     @property
     def samples_of_first_event(self) -> int:
         return self._first[1] if self._first else 0
@@ -351,6 +392,9 @@ class _RunLog:
             silent=tuple(sorted(self.expected - self._workers.keys())),
         )
 
+    def totals(self) -> list[Totals]:
+        return [log.totals() for log in self._workers.values()]
+
     def _mean_rate(self, samples: int) -> float | None:
         """Return samples/s since the first events, whose own samples took nobody knows how long."""
         before = sum(log.samples_of_first_event for log in self._workers.values())
@@ -408,7 +452,8 @@ class Monitor:
         self._num_runs = max(1, num_runs)
         self._num_points = num_points
         self._runs: OrderedDict[str, _RunLog] = OrderedDict()
-        self._version = 0
+        self._before: dict[int, Totals] = {}  # of the runs that are no longer kept
+        self._version = self._num_begun = 0
         self._lock = threading.Lock()
 
     @property
@@ -423,8 +468,10 @@ class Monitor:
         with self._lock:
             if event.run_id not in self._runs:
                 self._runs[event.run_id] = _RunLog(event.run_id, self._num_points)
+                self._num_begun += 1
                 while len(self._runs) > self._num_runs:
-                    self._runs.popitem(last=False)
+                    _, oldest = self._runs.popitem(last=False)
+                    _add_to(self._before, oldest.totals())
             self._runs[event.run_id].take(event, self._clock())
             self._version += 1
 
@@ -433,6 +480,19 @@ class Monitor:
         with self._lock:
             if run_id in self._runs:
                 self._runs[run_id].expected = frozenset(workers)
+
+    @property
+    def num_begun(self) -> int:
+        """How many runs have measured anything, also those that are no longer kept."""
+        return self._num_begun
+
+    def totals(self) -> list[Totals]:
+        """Return what each worker has done in all runs together, in the order of their numbers."""
+        with self._lock:
+            found = dict(self._before)
+            for run in self._runs.values():
+                _add_to(found, run.totals())
+            return [found[number] for number in sorted(found)]
 
     def latest(self, *, worker_curves: bool = True) -> RunHistory | None:
         """Return what is known of the run that began last, or None when nothing was measured.
@@ -456,3 +516,8 @@ class Monitor:
         """Return all runs that are kept, the oldest first."""
         with self._lock:
             return [run.history(self._clock()) for run in self._runs.values()]
+
+
+def _add_to(found: dict[int, Totals], more: Iterable[Totals]) -> None:
+    for each in more:
+        found[each.worker] = found.get(each.worker, Totals(worker=each.worker)) + each

@@ -74,6 +74,7 @@ class OpenClawMagics(Magics):
         return options.parse_cell(words, defaults, trains=is_for_default)
 
     def _run(self, given: options.CellOptions, line: str, cell: str) -> Any:
+        from openclaw_nb.doctor.runs import advice_after
         from openclaw_nb.notebook import cellrun, source
         from openclaw_nb.notebook.plan import measured_beside
         from openclaw_nb.notebook.targets import resolve_targets
@@ -103,9 +104,11 @@ class OpenClawMagics(Magics):
         finally:
             if given.strategy is not None and self._in_notebook:
                 _show_figure(context.session.monitor, master)
-        beside = measured_beside(master, context.session.monitor, request.source, given.strategy)
-        if beside:
-            _tell(beside)
+        monitor = context.session.monitor
+        beside = measured_beside(master, monitor, request.source, given.strategy)
+        for line in (beside, advice_after(master, monitor) if given.strategy is not None else ""):
+            if line:
+                _tell(line)
         return None
 
     def _run_in_background(self, context: Any, request: Any, name: str) -> Any:

@@ -145,6 +145,12 @@ def _whole(text: str) -> int:
     return int(text)
 
 
+def _port(text: str) -> int:
+    if not text.isdecimal() or int(text) > 65535:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a port: a whole number from 0 to 65535")
+    return int(text)
+
+
 def _seconds(text: str) -> float:
     with contextlib.suppress(ValueError):
         if 0 < float(text) < float("inf"):
@@ -321,6 +327,56 @@ VERBS: dict[str, Command] = {
             ),
         ),
         ("plot", "Show the figures of the last strategy cell, and return them.", ()),
+        (
+            "metrics",
+            "Serve device status, throughput and synchronisation to Prometheus, and write a dashboard for Grafana.",
+            (
+                Argument(
+                    ("--port",),
+                    "where; 0 takes one that is free (9464, or one that is free)",
+                    settings={"type": _port, "metavar": "P"},
+                ),
+                Argument(
+                    ("--host",),
+                    "the address to listen on (127.0.0.1); any other than loopback asks for a token",
+                    settings={"metavar": "H"},
+                ),
+                Argument(
+                    ("--dashboard",), "write Grafana's dashboard into a file", "file", {"metavar": "FILE"}
+                ),
+                Argument(("--scrape-config",), "show what Prometheus is to be told", "", _FLAG),
+                Argument(("--off",), "serve no more", "", _FLAG),
+            ),
+        ),
+        (
+            "doctor",
+            "Check this host, its network and the cluster, and say what to do about each trouble.",
+            (
+                Argument(
+                    ("-n", "--workers"),
+                    "for how many workers; those of the configuration when not given",
+                    "count",
+                    {"type": _count, "metavar": "N"},
+                ),
+                Argument(
+                    ("--config",),
+                    "a configuration file to check the host for",
+                    "file",
+                    {"metavar": "FILE", "action": "append"},
+                ),
+                Argument(
+                    ("--reach",),
+                    "try a connection, as telnet does: 192.168.1.100:50051",
+                    settings={"metavar": "HOST:PORT"},
+                ),
+                Argument(
+                    ("--no-start",),
+                    "start no workers for an array sum where no cluster runs",
+                    "",
+                    _FLAG,
+                ),
+            ),
+        ),
         (
             "auto",
             "Let plain cells run on the workers, without a magic on their first line.",
@@ -699,7 +755,11 @@ def parse_cell(
     defaults = defaults or CellDefaults()
     if not words and not (trains and defaults.strategy):
         return CellOptions()
-    given = CELL.parse(words)
+    return read_cell(CELL.parse(words), defaults, trains=trains)
+
+
+def read_cell(given: argparse.Namespace, defaults: CellDefaults, *, trains: bool) -> CellOptions:
+    """Turn options that have been parsed, wherever they were written, into what they ask for; see `parse_cell`."""
     told = _choose_strategy(given, defaults, trains=trains)
     if given.background and not given.background.isidentifier():
         raise UsageError(f"--background takes a name for the handle, not {given.background!r}.")

@@ -28,6 +28,7 @@ from openclaw_nb.strategies import canonical_strategy
 if TYPE_CHECKING:
     from openclaw_nb.cluster.master import MasterNode
     from openclaw_nb.cluster.planning import Plan
+    from openclaw_nb.metrics.publish import Published
     from openclaw_nb.notebook.certificate import Certificate
     from openclaw_nb.notebook.figures import RunFigures
 
@@ -164,6 +165,19 @@ def _plot(context: Context, options: argparse.Namespace) -> RunFigures:
             "Nothing was measured yet: run a cell with %%openclaw_parallel --strategy data_parallel first."
         )
     return RunFigures(history)
+
+
+def _metrics(context: Context, options: argparse.Namespace) -> Message | Published:
+    from openclaw_nb.notebook.metrics import metrics
+
+    return metrics(context.session.metrics, options)
+
+
+def _doctor(context: Context, options: argparse.Namespace) -> Table:
+    from openclaw_nb.notebook.doctor import doctor
+
+    with context.bar("Checking", _LATE_SECONDS) as bar:
+        return doctor(context.session, options, lambda what: bar(0, 1, what))
 
 
 def _auto(context: Context, options: argparse.Namespace) -> Message:
@@ -329,6 +343,8 @@ HANDLERS: dict[str, Callable[[Context, argparse.Namespace], Any]] = {
     "verify": _verify,
     "plan": _plan,
     "plot": _plot,
+    "metrics": _metrics,
+    "doctor": _doctor,
     "auto": _auto,
     "attach": _attach,
     "detach": _detach,

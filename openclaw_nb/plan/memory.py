@@ -96,6 +96,12 @@ class Way:
     needed: int
     fits: bool
 
+    @property
+    def key(self) -> str:
+        """The key of the configuration that says the same."""
+        option = self.what.partition(" ")[0]
+        return "strategy.name" if option == "--strategy" else f"strategy.{option[2:].replace('-', '_')}"
+
 
 def ways_out(usage: Usage, strategies: Collection[str]) -> list[Way]:
     """Return what could be done, simplest first, with what each would take.

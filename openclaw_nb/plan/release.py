@@ -22,6 +22,10 @@ MISMATCH_SECONDS = 2.0
 DEADLINE_SECONDS = 2.0
 STOPPED_SECONDS = 1.0
 SUB_GROUP = "sub-group"
+_ALLOW_LONG = (
+    "where the network is only slow, allow more, by parallel.timeout or master.set_timeout(communication=...)"
+)
+_ALLOW_SLOW = "where that is a long step, allow more, by master.set_timeout(computation=...)"
 
 
 class Phase(Enum):
@@ -204,15 +208,14 @@ def _overdue(running: Mapping[int, RankView], limits: Limits) -> str:
     if computing and view.waiting_seconds > limits.computation_seconds:
         slow = "; ".join(f"rank {r} {v.place}" for r, v in computing.items())
         allowed = f"longer than the {limits.computation_seconds:g} s that set_timeout allows (computation)"
-        return f"rank {rank} {view.place} for {allowed}, while {slow}"
+        return f"rank {rank} {view.place} for {allowed}, while {slow}; {_ALLOW_SLOW}"
     shortest = min(view.waiting_seconds for view in waiting.values())
     if not computing and shortest > limits.communication_seconds:
         allowed = (
             f"longer than the {limits.communication_seconds:g} s that set_timeout allows (communication)"
         )
-        return f"all ranks wait for {allowed}: " + "; ".join(
-            f"rank {r} {v.place}" for r, v in waiting.items()
-        )
+        places = "; ".join(f"rank {r} {v.place}" for r, v in waiting.items())
+        return f"all ranks wait for {allowed}: {places}; {_ALLOW_LONG}"
     return ""
 
 

@@ -39,6 +39,11 @@ class DataParallelStrategy(Computing):
         pass, larger ones have fewer messages.
     memory_pinning : bool
         Let loaders pin memory where they were made to; False saves memory of the host.
+    async_io : bool, optional
+        True: loaders without worker processes get one, which loads ahead while the cell computes; what the dataset
+        itself draws at random is then what a loader with ``num_workers=1`` draws. False: batches are loaded when they
+        are asked for, and training waits until a checkpoint is written. When not given, loaders are as they were
+        made, and checkpoints are written meanwhile.
     checkpoint : str or Path, optional
         A directory for checkpoints of the training, made when it is not there; none are written when not given.
     checkpoint_every : int or str, optional
@@ -71,6 +76,7 @@ class DataParallelStrategy(Computing):
     accumulate: int = 1
     fusion_buffer_size: int | str = "25MB"
     memory_pinning: bool = True
+    async_io: bool | None = None
     checkpoint: str | os.PathLike[str] | None = None
     checkpoint_every: int | str | None = None
     keep: int = 3
@@ -113,6 +119,8 @@ class DataParallelStrategy(Computing):
             "fusion_buffer_size": self.buffer_bytes,
             "memory_pinning": self.memory_pinning,
         }
+        if self.async_io is not None:
+            options["async_io"] = self.async_io
         options |= self.computing_options()
         if self.checkpoint is not None:
             options |= {"checkpoint": os.fspath(self.checkpoint), "keep": self.keep, "resume": self.resume}

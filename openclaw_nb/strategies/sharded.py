@@ -34,6 +34,8 @@ class ShardedDataParallelStrategy(Computing):
         memory and fewer messages.
     memory_pinning : bool
         Let loaders pin memory where they were made to; False saves memory of the host.
+    async_io : bool, optional
+        As for `DataParallelStrategy`.
     **computing
         Precision and memory: those of `openclaw_nb.strategies.common.Computing`.
 
@@ -56,6 +58,7 @@ class ShardedDataParallelStrategy(Computing):
     shard_layers: Sequence[str] | str | None = None
     reshard_after_forward: bool = True
     memory_pinning: bool = True
+    async_io: bool | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -87,5 +90,7 @@ class ShardedDataParallelStrategy(Computing):
         }
         if names := [name.strip() for name in self._layer_names()]:
             options["shard_layers"] = names
+        if self.async_io is not None:
+            options["async_io"] = self.async_io
         options |= self.computing_options()
         return StrategySpec(name=self.name, options=options, **cell)

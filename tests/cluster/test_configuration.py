@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,13 +12,15 @@ import pytest
 import torch
 
 from openclaw_nb.config.effects import Effect
+from openclaw_nb.doctor.consult import consult
+from openclaw_nb.doctor.findings import OK, WARN
 from openclaw_nb.notebook.options import parse_cell
-from openclaw_nb.session import OpenClawCluster
+from openclaw_nb.session import OpenClawCluster, current_session
 
 from .conftest import single_device
 
 FILE = """\
-master: {host: 127.0.0.1, port: 50051, log_level: WARNING}
+master: {host: 127.0.0.1, port: 50051, log_level: WARNING, metrics_port: 0}
 strategy: data
 sync_frequency: 2
 checkpoint: {dir: CHECKPOINTS, interval: 600}
@@ -34,6 +37,7 @@ parallel:
   gpu_memory_fraction: 0.5
   mpi_shared_memory: true
   rdma: false
+  async_io: true
 """
 TRAINING = """
 import torch
@@ -108,6 +112,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[OpenClawCluste
     file.write_text(FILE.replace("CHECKPOINTS", str(folder / "checkpoints")))
     with OpenClawCluster(config_path=file) as running:
         yield running
+    current_session().metrics.stop()
 
 
 @pytest.mark.cluster
@@ -148,6 +153,24 @@ def test_keys_take_effect_on_the_workers(cluster: OpenClawCluster) -> None:
 
 
 @pytest.mark.cluster
+def test_metrics_are_served_as_configured(cluster: OpenClawCluster) -> None:
+    assert effective(cluster)["master.metrics_port"].took == "the master"
+    published = current_session().metrics.published
+    assert published is not None
+    with urllib.request.urlopen(published.url, timeout=60) as answer:
+        assert f'openclaw_cluster_info{{cluster="{cluster.master.name}"' in answer.read().decode()
+
+
+@pytest.mark.cluster
+def test_the_doctor_looks_at_the_cluster_that_runs(cluster: OpenClawCluster) -> None:
+    found = {each.check: each for each in consult(current_session(), cluster.configuration)}
+    assert found["array sum"].state == OK
+    assert found["cores"].seen.startswith("2 workers × 2 threads on ")
+    assert found["open sockets"].seen.endswith("listen on loopback alone")
+    assert (found["nccl"].state, found["nccl"].key) == (WARN, "parallel.communication")
+
+
+@pytest.mark.cluster
 def test_what_could_not_be_had_is_told_once(cluster: OpenClawCluster) -> None:
     notes = "\n".join(cluster.master.take_notes())
     assert notes.count("NCCL was asked for and cannot be used here") == 1
@@ -166,7 +189,10 @@ def test_cells_take_the_configured_strategy_and_its_options(cluster: OpenClawClu
     assert result is not None
     assert result.ok, result
     found = effective(cluster)
-    for key in ("strategy", "sync_frequency", "parallel.fusion_buffer_size", "checkpoint.interval"):
+    for key in (
+        *("strategy", "sync_frequency", "parallel.fusion_buffer_size"),
+        *("checkpoint.interval", "parallel.async_io"),
+    ):
         assert found[key].workers == ("worker-0", "worker-1"), found[key]
     assert "2" in found["sync_frequency"].took
     assert "1.0 MiB" in found["parallel.fusion_buffer_size"].took

@@ -67,6 +67,7 @@ def start_and_stop(num_workers: int = 2) -> str:
     assert result is not None
     assert result.ok
     assert {record.pid for record in processes_of(master.cluster_id)} >= set(pids)
+    master.create_shared_memory(0.001).put("x", [1.0])
     assert master.stop() >= num_workers
     assert leftovers(master.cluster_id) == []
     return master.cluster_id
@@ -87,6 +88,7 @@ def test_a_killed_kernel_leaves_nothing(tmp_path: Path) -> None:
         master = MasterNode()
         master.start()
         master.start_workers([Device(f"CPU-{i}", "cpu", i, "core") for i in range(2)])
+        master.create_shared_memory(0.001).put("x", [1.0])
         master.run_cell("import time\\ntime.sleep(600)")
         print(master.cluster_id, flush=True)
         time.sleep(600)

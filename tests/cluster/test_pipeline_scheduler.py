@@ -199,6 +199,11 @@ def test_the_steps_of_the_seed_train_as_the_plain_loop(lab: Any) -> None:
     timeline = pipeline.timeline()
     assert {box.part for box in timeline} == {"preprocess", "forward", "backward", "its gradient"}
     assert 0 < pipeline.bubble.theoretical < 1
+    pipeline.run(list(ours["loader"])[:2])
+    assert [repr(each).split(":")[0] for each in (timeline, pipeline.timeline())] == [
+        "not synchronous",
+        "synchronous",
+    ]
     with pytest.raises(RemoteCellError, match="planted"):
         pipeline.bind(**{**ours["steps"], "forward": _raise}).run(ours["loader"])
 

@@ -246,6 +246,18 @@ def test_a_rank_that_is_slower_than_allowed_is_named_and_the_others_are_free(lab
         lab.master.set_timeout(None, None)
 
 
+def test_ranks_that_wait_together_for_too_long_are_told_which_key_allows_more(pair: Lab) -> None:
+    """Each waits for a message that the other never sends, as when the network stands still."""
+    pair.master.set_timeout(communication=1.0, computation=None)
+    try:
+        result = pair.run("import torch\nkept = rank\ndist.recv(torch.ones(1), 1 - rank)")
+        assert result.cause.startswith("all ranks wait for longer than the 1 s that set_timeout allows")
+        assert "allow more, by parallel.timeout or master.set_timeout(communication=...)" in result.cause
+        pair.good("dist.barrier()\nassert kept == rank")
+    finally:
+        pair.master.set_timeout(None, None)
+
+
 @pytest.mark.parametrize("limit", [0, -1, float("nan"), "5", True])
 def test_a_limit_that_is_none_is_refused(lab: Lab, limit: Any) -> None:
     with pytest.raises(UsageError, match="number of seconds above 0, or None"):

@@ -1,6 +1,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -75,3 +78,47 @@ def test_a_configuration_is_written_checked_and_shown(
     assert cli.main(["config", "wrong.yaml"]) == 2
     assert "wrong.yaml, line 1, parallel.wrokers: there is no such key" in capsys.readouterr().err
     assert cli.main(["config", "--effective"]) == 2
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("openclaw do", {"down", "doctor"}),
+        ("openclaw run train.py --strat", {"--strategy "}),
+        ("openclaw run train.py --precision b", {"bf16 "}),
+    ],
+)
+def test_tab_completes(line: str, expected: set[str], tmp_path: Path) -> None:
+    found = tmp_path / "found"
+    # What the shell's function sets, as argcomplete's documentation has it.
+    asked = {
+        "_ARGCOMPLETE": "1",
+        "_ARGCOMPLETE_IFS": "\n",
+        "_ARGCOMPLETE_STDOUT_FILENAME": str(found),
+        "COMP_LINE": line,
+        "COMP_POINT": str(len(line)),
+        "COMP_TYPE": "9",
+    }
+    command = [sys.executable, "-c", "from openclaw_nb.cli import main; main()"]
+    subprocess.run(command, env={**os.environ, **asked}, check=True, timeout=60)
+    assert set(found.read_text().split("\n")) == expected
+
+
+def test_bash_takes_what_completion_prints(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["completion", "bash"]) == 0
+    script = f"{capsys.readouterr().out}\ncomplete -p openclaw openclaw-cli"
+    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=True, timeout=60)
+    assert [line.split()[-1] for line in done.stdout.splitlines()] == ["openclaw", "openclaw-cli"]
+
+
+@pytest.mark.parametrize("shell", ["zsh", "fish"])
+def test_other_shells_are_told_something_of_their_own(shell: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["completion", shell]) == 0
+    assert "openclaw-cli" in capsys.readouterr().out
+
+
+def test_only_a_command_that_runs_a_program_takes_its_arguments(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["list", "--", "--epochs", "3"])
+    assert ended.value.code == 2
+    assert "nothing can stand behind two dashes" in capsys.readouterr().err

@@ -156,7 +156,9 @@ class Listener:
         from zmq.utils import z85
 
         parts = self._zap.recv_multipart()
-        key = z85.encode(parts[6]) if len(parts) == 7 and parts[5] == b"CURVE" and len(parts[6]) == 32 else b""
+        key = (
+            z85.encode(parts[6]) if len(parts) == 7 and parts[5] == b"CURVE" and len(parts[6]) == 32 else b""
+        )
         trusted = secrets.compare_digest(key, self._secret.worker.public)
         status = [b"200", b"OK"] if trusted else [b"400", b"not a worker of this cluster"]
         self._zap.send_multipart([*parts[:2], *status, b"worker" if trusted else b"", b""])
@@ -203,7 +205,9 @@ class _Strangers:
                 self._accepted(event["value"])
             case zmq.EVENT_HANDSHAKE_FAILED_AUTH:
                 self._why = WRONG_TOKEN
-            case zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL if event["value"] == zmq.PROTOCOL_ERROR_ZMTP_CRYPTOGRAPHIC:
+            case zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL if (
+                event["value"] == zmq.PROTOCOL_ERROR_ZMTP_CRYPTOGRAPHIC
+            ):
                 self._why = WRONG_TOKEN
             case zmq.EVENT_DISCONNECTED:  # directly after the failure, if there was one
                 self._ended(event["value"])
@@ -368,4 +372,6 @@ def _port_error(host: str, port: int, error: OSError) -> UsageError:
             "or 0 for a free one."
         )
     why = os.strerror(error.errno) if error.errno else str(error)
-    return UsageError(f"Nothing can listen on port {port} of {host}: {why}. Give another one, or 0 for a free one.")
+    return UsageError(
+        f"Nothing can listen on port {port} of {host}: {why}. Give another one, or 0 for a free one."
+    )

@@ -34,11 +34,12 @@ _unfinished: list[Writer] = []  # of cells that were interrupted; the next one w
 
 @dataclass(frozen=True)
 class CheckpointOptions:
-    """Where checkpoints are written, how often, and how many are kept."""
+    """Where checkpoints are written, how often, how many are kept, and whether training waits for them."""
 
     directory: Path
     every: Every
     keep: int
+    waits: bool = False
 
     @classmethod
     def read(cls, options: dict[str, Any]) -> CheckpointOptions | None:
@@ -47,7 +48,8 @@ class CheckpointOptions:
             return None
         directory = Path(options["checkpoint"]).expanduser().absolute()
         every = parse_every(options.get("checkpoint_every", "300s"), "checkpoint_every")
-        return cls(directory, every, int(options.get("keep", 3)))
+        waits = options.get("async_io") is False
+        return cls(directory, every, int(options.get("keep", 3)), waits)
 
 
 class Checkpointer:
@@ -211,6 +213,8 @@ class Checkpointer:
                 self._writer = Writer(self._store, self._options.keep)
                 self._store.open()
             self._writer.begin(self._copied(now.num_steps))
+            if self._options.waits:
+                self._writer.wait()
         except (CheckpointError, OSError, RuntimeError, MemoryError) as error:
             assert self._writer is not None
             self._writer.fail(Failure(now.num_steps, str(error)))

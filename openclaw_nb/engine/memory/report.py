@@ -74,7 +74,7 @@ def _advice(usage: Usage, ways: list[Way]) -> list[str]:
     if other:
         told = ", ".join(f"{way.what} (about {size_text(way.needed)})" for way in other)
         lines.append(f"{'Not enough: ' if fitting else '  '}{told}")
-    return lines
+    return [*lines, f"In the configuration: {', '.join(dict.fromkeys(way.key for way in fitting or other))}."]
 
 
 def let_go(error: BaseException) -> None:

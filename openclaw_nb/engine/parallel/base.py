@@ -124,6 +124,7 @@ class Strategy:
             only=list(objects.loaders.values()) if spec.loader else None,
             loops=context.loops,
             pinning=bool(spec.options.get("memory_pinning", True)),
+            loads_ahead=spec.options.get("async_io"),
         )
 
     def _synchronises_batchnorms(self, objects: Objects) -> bool:

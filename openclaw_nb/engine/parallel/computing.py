@@ -1,7 +1,7 @@
 """How a cell's models compute, as every strategy hangs it onto them: their precision, and what is computed twice.
 
     Computing(...)     read, and refused, before anything has changed
-    install, remove    around the modules' own code, inside of what a strategy hangs onto the model
+    install            around the modules' own code, inside of what a strategy hangs onto the model, until ended
 
 Knows what a cell is told and its objects; does not know how they are made parallel.
 """

@@ -109,9 +109,11 @@ class Mail:
         if kind is not None:
             self._sent.put(None)
             return  # the peers are freed by the group's release, and this tag is not used again
-        for peer in self._peers:
-            self._give(peer, pack((self.name, None, None)))
-        self._sent.put(None)
+        try:
+            for peer in self._peers:
+                self._give(peer, pack((self.name, None, None)))
+        finally:  # what waits for the sent must end, also when the group was released meanwhile
+            self._sent.put(None)
         for work in [self._sending, *self._receiving]:
             work.wait()
 

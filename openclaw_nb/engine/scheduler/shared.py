@@ -85,12 +85,15 @@ class Shared:
     def watch_zeroing(self) -> Callable[[], None]:
         """Note when gradients are zeroed, also where there are none; return what ends it."""
         watched = [each for each in self.objects if hasattr(each, "zero_grad")]
+        own = {id(each): each.__dict__["zero_grad"] for each in watched if "zero_grad" in each.__dict__}
         for each in watched:
             each.__dict__["zero_grad"] = functools.partial(self._zero, each, each.zero_grad)
 
         def end() -> None:
             for each in watched:
-                each.__dict__.pop("zero_grad", None)
+                del each.__dict__["zero_grad"]
+                if id(each) in own:
+                    each.__dict__["zero_grad"] = own[id(each)]
 
         return end
 

@@ -285,11 +285,13 @@ class _Run:
         for parameter in parameters:
             parameter.grad = None
         tensor = self._graphs[number][place]
-        # Several results may have a graph in common, or be asked for again; it goes when the item is done.
-        torch.autograd.backward(tensor, gradient.to(tensor.device), retain_graph=True)
-        answer = [parameter.grad for parameter in parameters]
-        for parameter, grad in zip(parameters, held, strict=True):
-            parameter.grad = grad
+        try:
+            # Several results may have a graph in common, or be asked for again; it goes when the item is done.
+            torch.autograd.backward(tensor, gradient.to(tensor.device), retain_graph=True)
+            answer = [parameter.grad for parameter in parameters]
+        finally:
+            for parameter, grad in zip(parameters, held, strict=True):
+                parameter.grad = grad
         self._pipeline.times.append((-1, number, begin, time.monotonic()))
         self._mail.send(rank, (_ANSWER, 0, 0), answer)
 

@@ -203,6 +203,8 @@ class LoaderSplitter:
         The cell's loops: a newcomer's passes go on where the others' are.
     pinning : bool
         Let loaders pin memory where they do by themselves.
+    loads_ahead : bool or None
+        Whether loaders load ahead, in a process of their own; as they were made where it is None.
     """
 
     def __init__(
@@ -215,8 +217,9 @@ class LoaderSplitter:
         only: Sequence[DataLoader[Any]] | None,
         loops: Loops,
         pinning: bool = True,
+        loads_ahead: bool | None = None,
     ) -> None:
-        self._pinning = pinning
+        self._pinning, self._loads_ahead = pinning, loads_ahead
         self._loops = loops
         self._ranks = ranks
         self._steps = steps
@@ -361,7 +364,8 @@ class LoaderSplitter:
             return kept
         self._check(loader)
         batches = SlicedBatches(self._ranks, self._steps.shares, loader)
-        made = _Twin(loader, batches, twin(loader, batches, pinning=self._pinning))
+        inner = twin(loader, batches, pinning=self._pinning, loads_ahead=self._loads_ahead)
+        made = _Twin(loader, batches, inner)
         self._inner.setdefault(id(loader), made)
         return made
 
@@ -400,10 +404,29 @@ class MergedBatches:
             yield [index for batch in group for index in batch]
 
 
-def twin(loader: DataLoader[Any], batches: Iterable[list[int]], *, pinning: bool) -> DataLoader[Any]:
-    """Return a loader like ``loader`` that draws ``batches``; it pins memory only if ``pinning`` allows it."""
+def twin(
+    loader: DataLoader[Any],
+    batches: Iterable[list[int]],
+    *,
+    pinning: bool,
+    loads_ahead: bool | None = None,
+) -> DataLoader[Any]:
+    """Return a loader like ``loader`` that draws ``batches``.
+
+    Parameters
+    ----------
+    loader : DataLoader
+        What it is like.
+    batches : iterable of list of int
+        What it draws.
+    pinning : bool
+        Whether it may pin memory.
+    loads_ahead : bool or None
+        Whether it loads ahead, in a process of its own; as ``loader`` does where it is None.
+    """
     extra: dict[str, Any] = {}
-    if loader.num_workers:
+    num_workers = _num_workers(loader, loads_ahead)
+    if num_workers and loader.num_workers:
         extra = {
             "prefetch_factor": loader.prefetch_factor,
             "persistent_workers": loader.persistent_workers,
@@ -412,11 +435,22 @@ def twin(loader: DataLoader[Any], batches: Iterable[list[int]], *, pinning: bool
     return DataLoader(
         loader.dataset,
         batch_sampler=batches,
-        num_workers=loader.num_workers,
+        num_workers=num_workers,
         collate_fn=loader.collate_fn,
         pin_memory=loader.pin_memory and pinning,
-        timeout=loader.timeout,
+        timeout=loader.timeout if num_workers else 0,
         worker_init_fn=loader.worker_init_fn,
         generator=loader.generator,
         **extra,
     )
+
+
+def _num_workers(loader: DataLoader[Any], loads_ahead: bool | None) -> int:
+    if loads_ahead is None:
+        return loader.num_workers
+    if not loads_ahead:
+        return 0
+    # A child that is forked cannot use the GPU: tensors there are as near as they can be.
+    tensors = getattr(loader.dataset, "tensors", ())
+    on_gpu = any(getattr(tensor, "is_cuda", False) for tensor in tensors)
+    return loader.num_workers if on_gpu else max(1, loader.num_workers)

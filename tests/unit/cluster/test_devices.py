@@ -61,7 +61,8 @@ def test_named_devices_come_in_their_order() -> None:
 
 def test_more_workers_than_cores_says_both_numbers_and_the_way_out() -> None:
     with pytest.raises(
-        ResourceError, match=r"5 workers .* 4 cores .*--oversubscribe.*OPENCLAW_OVERSUBSCRIBE=1"
+        ResourceError,
+        match=r"5 workers .* 4 cores .* parallel\.workers.*--oversubscribe.*OPENCLAW_OVERSUBSCRIBE=1",
     ):
         choose(5)
     assert choose(5, oversubscribe=True) == ["CPU-0", "CPU-1", "CPU-2", "CPU-3", "CPU-0"]
@@ -74,7 +75,9 @@ def test_more_workers_than_gpus_is_an_error_even_if_cores_are_left() -> None:
 
 @pytest.mark.parametrize("ids", [None, "CPU-0,CPU-1,CPU-2"])
 def test_short_memory_names_the_amounts(ids: str | None) -> None:
-    with pytest.raises(ResourceError, match=r"3 workers .* 1\.7 GiB .* \(5\.0 GiB .* 2 GiB.* at most 2"):
+    with pytest.raises(
+        ResourceError, match=r"3 workers .* 1\.7 GiB .* \(5\.0 GiB .* 2 GiB.* at most 2 .*parallel\.workers"
+    ):
         choose(3, ids, memory=5)
     assert len(choose(3, ids, memory=5, oversubscribe=True)) == 3
 

@@ -63,7 +63,8 @@ def effect(text: str, key: str, *reports: Mapping[str, Any], **facts: Any) -> Ef
 
 def test_every_key_has_an_effect_or_a_reason() -> None:
     found = read(
-        "master: {host: 127.0.0.1, port: 1, log_level: INFO}\nstrategy: data\nfallback: cpu\nnetwork_interface: lo\n"
+        "master: {host: 127.0.0.1, port: 1, log_level: INFO, metrics_port: 0}\nstrategy: data\n"
+        "fallback: cpu\nnetwork_interface: lo\n"
         "checkpoint: {dir: a, interval: 5}\nparallel: {task_chunk_size: 1, mpi_shared_memory: true, hybrid: true, "
         "omp_threads: 1, async_io: true, sync_interval: 2, memory_pooling: true, socket_buffer_size: 1MB, rdma: true, "
         "log_level: INFO, workers: 2}"
@@ -76,6 +77,14 @@ def test_every_key_has_an_effect_or_a_reason() -> None:
         assert all(each.sets for each in records.values())
         assert all(records[path].sets.startswith("not applicable yet: ") for path in UNBUILT_KEYS)
         assert repr(effects_table(found, facts)).startswith("Configuration: a.yaml\n  key ")
+
+
+def test_metrics_are_where_they_are_served() -> None:
+    text, key = "master: {metrics_port: 9464}", "master.metrics_port"
+    assert effect(text, key, metrics_port=9464).took == "the master"
+    assert effect(text, key, metrics_port=9465).took.startswith("not taken: another port")
+    assert effect(text, key).took.startswith("not taken: metrics are served no more")
+    assert "port 1234" in effect("master: {metrics_port: 0}", key, metrics_port=1234).sets
 
 
 def test_workers_that_differ_are_named() -> None:

@@ -160,7 +160,7 @@ def test_defaults_hold_with_a_file_only() -> None:
 
 WRONG = {
     "master:\n  prt: 1": "a.yaml, line 2, master.prt: there is no such key in master. Did you mean 'port'? "
-    "Allowed: host, port, log_level.",
+    "Allowed: host, port, log_level, metrics_port.",
     "stratgy: data": "a.yaml, line 1, stratgy: there is no such key in a configuration. Did you mean 'strategy'? "
     "Allowed: master, workers, strategy, checkpoint, parallel, devices, sync_frequency, fallback, network_interface.",
     "timeout: 3": "a.yaml, line 1, timeout: there is no such key in a configuration. Did you mean 'parallel.timeout'? "

@@ -148,11 +148,8 @@ def test_what_is_not_built_does_not_start(text: str, said: str) -> None:
 
 
 def test_keys_that_do_nothing_yet_are_told() -> None:
-    notes = settled("parallel: {task_chunk_size: 5, async_io: true}").notes
-    assert [note.partition(": ")[0] for note in notes] == [
-        "a.yaml, line 1, parallel.task_chunk_size",
-        "a.yaml, line 1, parallel.async_io",
-    ]
+    notes = settled("parallel: {task_chunk_size: 5}").notes
+    assert [note.partition(": ")[0] for note in notes] == ["a.yaml, line 1, parallel.task_chunk_size"]
     assert all("not applicable yet: " in note for note in notes)
 
 

@@ -56,7 +56,15 @@ class FullStore(Store):
 class Cell:
     """A cell that trains: its only parameter is the number of steps."""
 
-    def __init__(self, store: Store, every: Every, ranks: FakeRanks | None = None, keep: int = 9) -> None:
+    def __init__(
+        self,
+        store: Store,
+        every: Every,
+        ranks: FakeRanks | None = None,
+        keep: int = 9,
+        *,
+        waits: bool = False,
+    ) -> None:
         self.model = nn.Linear(1, 1, bias=False)
         nn.init.zeros_(self.model.weight)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1.0)
@@ -71,7 +79,7 @@ class Cell:
             built=(),
         )
         self.num_steps, self.seconds = 0, 0.0
-        options = CheckpointOptions(store.directory, every, keep)
+        options = CheckpointOptions(store.directory, every, keep, waits)
         given: Any = (self.objects, ranks or FakeRanks(), store, options)
         self.checkpointer = Checkpointer(*given, lambda: self.num_steps, lambda: self.seconds)
         self.checkpointer.open()
@@ -152,6 +160,17 @@ def test_training_goes_on_during_a_write_and_does_not_change_it(directory: Path)
     cell.train(1)
     assert steps_in(directory) == {2: 2.0, 8: 8.0}
     assert "; 1 late, as the one before was still being written" in cell.end()
+
+
+def test_training_waits_for_a_write_where_it_is_to(directory: Path) -> None:
+    read = CheckpointOptions.read({"checkpoint": "x", "async_io": False})
+    assert read is not None
+    assert read.waits
+    cell = Cell(Store(directory), Every(steps=1), waits=True)
+    for step in range(1, 4):
+        cell.train(1, settles=False)
+        assert len(listed(directory)) == step, "there when the step is over"
+    cell.end()
 
 
 def test_no_checkpoint_between_backward_and_step(directory: Path) -> None:

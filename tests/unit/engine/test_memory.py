@@ -16,6 +16,7 @@ import pytest
 import torch
 from torch import nn
 
+from openclaw_nb.config.schema import KEYS
 from openclaw_nb.core.errors import RefusedError
 from openclaw_nb.engine.cell import Outcome
 from openclaw_nb.engine.memory.explain import explained
@@ -198,6 +199,10 @@ def test_the_report_is_below_the_traceback(monkeypatch: pytest.MonkeyPatch) -> N
     ]
     assert not any("--precision" in line for line in found)
     assert any("--accumulate 64" in line for line in found)
+    (keys,) = [line for line in found if line.startswith("In the configuration: ")]
+    assert "strategy.accumulate" in keys
+    assert "strategy.precision" not in keys, "it is in use"
+    assert all(key in KEYS for key in keys.partition(": ")[2].rstrip(".").split(", "))
     assert error.__traceback__ is None
     other = Outcome(ValueError("no"), [])
     assert explained(other, spec, Baseline(0, 0), 0, 1) is other

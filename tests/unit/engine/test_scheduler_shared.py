@@ -56,3 +56,15 @@ def test_zeroing_is_seen_where_there_are_no_gradients() -> None:
     assert shared.changes(before) == ({}, {0: None, 1: None})
     end()
     assert "zero_grad" not in vars(optimizer)
+
+
+def test_a_zeroing_of_ones_own_is_called_and_left() -> None:
+    optimizer = torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1)
+    called = []
+    optimizer.zero_grad = own = lambda *args, **kwargs: called.append(1)  # type: ignore[method-assign]
+    shared = Shared({"zero": lambda item: optimizer.zero_grad()})
+    end = shared.watch_zeroing()
+    optimizer.zero_grad()
+    end()
+    assert called == [1]
+    assert vars(optimizer)["zero_grad"] is own

@@ -1,0 +1,1 @@
+"""How a script, or a notebook's cell, is cut into what runs as it stands and what trains."""

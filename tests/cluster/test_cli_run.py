@@ -1,0 +1,222 @@
+"""`openclaw up`, `run` and `down`, as typed: the script's own numbers, exit codes, and what is said otherwise."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from .conftest import HANG_SECONDS
+
+pytestmark = pytest.mark.cluster
+
+COMMAND = [sys.executable, "-c", "import sys; from openclaw_nb.cli import main; sys.exit(main())"]
+
+SCRIPT = """\
+'''A script as one finds them.'''
+import argparse
+import sys
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from helper import accuracy
+
+
+def train(model, loader, optimizer, epoch):
+    model.train()
+    for x, y in loader:
+        optimizer.zero_grad()
+        loss = nn.functional.cross_entropy(model(x), y)
+        loss.backward()
+        optimizer.step()
+    print(f"epoch {epoch} loss {loss.item():.7f}")
+
+
+def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--epochs", type=int, default=1)
+    args = parser.parse_args()
+    torch.manual_seed(0)
+    x = torch.randn(96, 8)
+    data = TensorDataset(x, x[:, :4].argmax(1))
+    loader = DataLoader(data, batch_size=16, shuffle=True)
+    model = nn.Linear(8, 4)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    for epoch in range(args.epochs):
+        train(model, loader, optimizer, epoch)
+    print(f"accuracy {accuracy(model, data):.4f}")
+    return 3
+
+
+if __name__ == "__main__":
+    sys.exit(main())
+"""
+HELPER = """\
+def accuracy(model, data):
+    x, y = data.tensors
+    return (model(x).argmax(1) == y).float().mean().item()
+"""
+BODY = """\
+import os, sys, time, torch
+from torch.utils.data import DataLoader
+model = torch.nn.Linear(2, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for number, x in enumerate(DataLoader(torch.ones(64, 2), batch_size=4)):
+    model(x).mean().backward()
+    optimizer.step()
+    if number == 3:
+        {then}
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A folder with scripts, and a cluster of two workers that nobody owns."""
+    path = tmp_path_factory.mktemp("scripts")
+    (path / "train.py").write_text(SCRIPT)
+    (path / "helper.py").write_text(HELPER)
+    started = openclaw(path, "up", "-n", "2", "--oversubscribe", "--name", "base", "--json")
+    assert started.returncode == 0, started.stderr
+    assert [worker["device"] for worker in json.loads(started.stdout)["workers"]] == ["CPU-0", "CPU-1"]
+    yield path
+    ended = openclaw(path, "down")
+    assert re.fullmatch(r"Cluster base stopped: \d+ processes ended, none is left\.\n", ended.stdout)
+    assert openclaw(path, "list", "--json").stdout.strip() == "[]"
+
+
+def environment(folder: Path) -> dict[str, str]:
+    return {**os.environ, "OMP_NUM_THREADS": "1", "OPENCLAW_RUNTIME_DIR": str(folder / "runtime")}
+
+
+def openclaw(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [*COMMAND, *words],
+        cwd=folder,
+        env=environment(folder),
+        capture_output=True,
+        text=True,
+        timeout=2 * HANG_SECONDS,
+    )
+
+
+def run(folder: Path, name: str, source: str, *words: str) -> subprocess.CompletedProcess[str]:
+    (folder / name).write_text(source)
+    return openclaw(folder, "run", "--attach", "base", name, *words)
+
+
+def numbers(text: str) -> list[float]:
+    return [float(each) for each in re.findall(r"\d+\.\d+", text)]
+
+
+def test_an_unedited_script_gives_its_own_numbers_and_exit_code(folder: Path) -> None:
+    plain = subprocess.run(
+        [sys.executable, "train.py", "--epochs", "2"],
+        cwd=folder,
+        env=environment(folder),
+        capture_output=True,
+        text=True,
+        timeout=HANG_SECONDS,
+    )
+    assert plain.returncode == 3, plain.stderr
+    words = ("--strategy", "data_parallel", "--verify", "2", "--", "--epochs", "2")
+    ours = openclaw(folder, "run", "--attach", "base", "train.py", *words)
+    assert ours.returncode == 3, ours.stderr
+    shown = [line for line in ours.stdout.splitlines() if not line.startswith("[")]
+    assert [line.split()[0] for line in shown] == ["epoch", "epoch", "accuracy"]
+    assert numbers("\n".join(shown)) == pytest.approx(numbers(plain.stdout), abs=2e-6)
+    assert "PASSED: 2 steps of data_parallel on 2 workers" in ours.stderr
+
+
+def test_what_was_measured_is_for_programs_too(folder: Path) -> None:
+    ours = openclaw(folder, "run", "--attach", "base", "train.py", "-s", "data_parallel", "--json")
+    told = json.loads(ours.stdout)
+    (training,) = told.pop("trainings")
+    line = SCRIPT.split("\n").index("    for epoch in range(args.epochs):") + 1
+    assert (told["exit_code"], told["workers"], training["line"], training["steps"]) == (3, 2, line, 6)
+
+
+def test_an_error_is_told_at_the_scripts_own_line(folder: Path) -> None:
+    ours = run(folder, "raises.py", BODY.format(then="raise KeyError('planted')"), "-s", "data_parallel")
+    assert ours.returncode == 1
+    assert re.search(r"raises\.py.*line 9|raises\.py:9", ours.stderr)
+    assert "KeyError: 'planted'" in ours.stderr
+
+
+@pytest.mark.parametrize(
+    ("then", "code"), [("sys.exit(5)", 5), ("sys.exit('too bad')", 1), ("sys.exit()", 0)]
+)
+def test_it_ends_with_the_code_of_the_script(folder: Path, then: str, code: int) -> None:
+    ours = run(folder, "exits.py", BODY.format(then=then), "-s", "data_parallel")
+    assert ours.returncode == code
+    assert ("too bad" in ours.stderr) == ("too bad" in then)
+
+
+@pytest.mark.parametrize(
+    ("name", "source", "words", "told"),
+    [
+        ("plain.py", "print(1)\n", ["-s", "data_parallel"], "plain.py has no training loop"),
+        ("wrong.py", "x = (\n", ["-s", "data_parallel"], "wrong.py, line 1: '(' was never closed"),
+        ("train.py", SCRIPT, [], "train.py trains, and no strategy is named or configured"),
+        ("train.py", SCRIPT, ["-s", "data_paralel"], "data_parallel"),
+        (
+            "train.py",
+            SCRIPT,
+            ["-s", "data_parallel", "-n", "3"],
+            "--workers is decided when a cluster starts",
+        ),
+        ("wrong.ipynb", "{}", ["-s", "data_parallel"], "wrong.ipynb is no notebook"),
+    ],
+)
+def test_what_cannot_be_run_is_told_and_nothing_runs(
+    folder: Path, name: str, source: str, words: list[str], told: str
+) -> None:
+    ours = run(folder, name, source, *words)
+    assert (ours.returncode, ours.stdout) == (2, "")
+    assert told in ours.stderr
+    assert "Traceback" not in ours.stderr
+
+
+def test_a_file_that_is_not_there_is_told(folder: Path) -> None:
+    ours = openclaw(folder, "run", "--attach", "base", "none.py", "-s", "data_parallel")
+    assert (ours.returncode, "none.py does not exist" in ours.stderr) == (2, True)
+
+
+def test_ctrl_c_ends_the_script_and_leaves_the_cluster(folder: Path) -> None:
+    (folder / "long.py").write_text(BODY.format(then="print('begun', flush=True); time.sleep(600)"))
+    process = subprocess.Popen(
+        [*COMMAND, "run", "--attach", "base", "long.py", "-s", "data_parallel"],
+        cwd=folder,
+        env=environment(folder),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    while "begun" not in process.stdout.readline():
+        assert process.poll() is None
+    time.sleep(0.2)
+    process.send_signal(signal.SIGINT)
+    process.communicate(timeout=HANG_SECONDS)
+    assert process.returncode == 130
+    assert run(folder, "after.py", "print('goes on')\n", "-s", "none").stdout == "[ranks 0-1]\ngoes on\n"
+
+
+def test_a_worker_that_is_killed_is_told_and_the_cluster_is_whole_afterwards(folder: Path) -> None:
+    then = "os.kill(os.getpid(), 9) if os.environ['OPENCLAW_DEVICE'] == 'CPU-1' else None"
+    ours = run(folder, "dies.py", BODY.format(then=then), "-s", "data_parallel")
+    assert ours.returncode == 1
+    assert "worker-1" in ours.stderr
+    assert "Traceback (most recent" not in ours.stderr
+    assert run(folder, "after.py", "print('goes on')\n", "-s", "none").stdout.endswith(
+        "[ranks 0-1]\ngoes on\n"
+    )
