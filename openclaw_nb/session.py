@@ -147,6 +147,7 @@ class Session:
             self._stop_at_exit()
             master = MasterNode(
                 settled.host,
+                configuration.given("master.port"),
                 name=cluster.name,
                 backend=settled.backend,
                 communication=settled.communication,
@@ -549,6 +550,7 @@ def _seen(cluster: OpenClawCluster) -> Seen:
         backend=master.backend,
         communication=master.communication,
         host=master.host,
+        port=master.port,
         controller_log=master.controller_log_level,
         limit_seconds=master.limits.communication_seconds,
         devices={worker.id: worker.device.id for worker in working},

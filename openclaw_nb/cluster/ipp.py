@@ -183,7 +183,7 @@ class Door:
         return {**self._environment, **environment, "OPENCLAW_STORE_HOST": host}
 
     def engine_connection(self) -> dict[str, Any]:
-        """Return what an engine must know to connect, keys among it: the content of the controller's file for engines."""
+        """Return what an engine must know to connect, keys among it: the controller's file for engines."""
         file = os.path.join(self.directory, "security", f"ipcontroller-{self.cluster_id}-engine.json")
         with open(file, encoding="utf-8") as content:
             found: dict[str, Any] = json.load(content)

@@ -1170,9 +1170,8 @@ class MasterNode:
     def _on_died(self, number: int) -> None:
         run, members = self._run, self._membership
         self._faults.died(run, number)
-        if members is not None and self._desk is not None and number < len(members.workers):
-            if (worker := members.workers[number]).guest:
-                self._desk.died(worker)
+        if self._desk is not None:
+            self._desk.died(number)
         if members is not None and self.replaces_workers:
             # One that is silent may live; another takes its device and its number.
             members.kill(number)

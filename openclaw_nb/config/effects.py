@@ -41,6 +41,8 @@ class Seen:
     ----------
     backend, communication, host, controller_log : str
         What the master was started with; what the workers' data goes through; how much the controller writes.
+    port : int
+        Where workers of other processes join.
     limit_seconds : float
         How long ranks may wait together.
     devices : mapping of str to str
@@ -56,6 +58,7 @@ class Seen:
     backend: str
     communication: str
     host: str
+    port: int
     controller_log: str
     limit_seconds: float
     devices: Mapping[str, str]
@@ -206,6 +209,11 @@ def _controller_log(value: Any, seen: Seen) -> _Outcome:
     )
 
 
+def _join_port(value: Any, seen: Seen) -> _Outcome:
+    where = f"workers of other processes join at port {seen.port}"
+    return _on_master(where, took=value in (0, seen.port), otherwise=f"port {seen.port}")
+
+
 def _metrics_port(value: Any, seen: Seen) -> _Outcome:
     if seen.metrics_port is None:
         return _Outcome("nothing", took="not taken: metrics are served no more")
@@ -350,6 +358,7 @@ def _gpu_option(name: str) -> Callable[[Any, Seen], _Outcome]:
 
 _SEEN: dict[str, Callable[[Any, Seen], _Outcome]] = {
     "master.host": _host,
+    "master.port": _join_port,
     "master.log_level": _controller_log,
     "master.metrics_port": _metrics_port,
     "parallel.enabled": _enabled,

@@ -5,10 +5,9 @@ Whoever builds the feature takes its line away here, and adds what the key sets 
 
 from __future__ import annotations
 
-_JOIN = "workers join from this host's own processes only: joining over a network is not built yet"
+_JOIN = "workers join from this host's own processes only: joining from other hosts is not built yet"
 
 UNBUILT_KEYS: dict[str, str] = {
-    "master.port": f"nothing listens for other workers: {_JOIN}",
     "network_interface": f"all sockets are on loopback: {_JOIN}",
     "parallel.task_chunk_size": "the task pool and its `map` are not built yet",
 }

@@ -407,17 +407,6 @@ class Leave:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Invite:
-    """Join this master; to a worker that waits to be called, and again, with the same ``ticket``, until it is in."""
-
-    protocol: int
-    ticket: str
-    host: str
-    port: int
-    token: str
-
-
-@dataclass(frozen=True, kw_only=True)
 class Standing:
     """How far a worker has come: ``wait``, ``start`` its engine, ``joined`` or ``left``.
 

@@ -25,6 +25,8 @@ from openclaw_nb.protocol.messages import (
     Failed,
     FormGroup,
     ImportModules,
+    Join,
+    Leave,
     LendVariables,
     ListModules,
     Locate,
@@ -33,6 +35,7 @@ from openclaw_nb.protocol.messages import (
     Profiling,
     Recall,
     ReceiveVariables,
+    Refused,
     Regroup,
     Regrouped,
     Release,
@@ -40,13 +43,14 @@ from openclaw_nb.protocol.messages import (
     SendVariables,
     SetPace,
     Shown,
+    Standing,
     StrategySpec,
     TakeBackVariables,
     Whereabouts,
 )
 
 # Change a line here only together with PROTOCOL_VERSION. Fields with "=" have a default.
-VERSION = 7
+VERSION = 8
 WIRE = {
     "StrategySpec": "name options= model= optimizer= loader= split= reduction= sync_batchnorm=",
     "FormGroup": (
@@ -77,6 +81,10 @@ WIRE = {
     "Measured": "worker run_id seq at steps samples loss seconds= num_bytes= drift= first_nan= count=",
     "Regrouped": "worker run_id epoch world_size num_steps seconds",
     "AtHead": "worker run_id epoch lets_in",
+    "Join": "protocol version python torch ticket host pid device_id device",
+    "Leave": "protocol ticket",
+    "Standing": "stage worker= environment= connection=",
+    "Refused": "reason",
 }
 
 SPEC = StrategySpec(
@@ -121,6 +129,20 @@ EXAMPLES = [
     Meet(run_id="r-1", num_ranks=3, num_new=1, leaves=False),
     EnterCell(cell=RunCell(run_id="r-1", epoch=3, source="", execution_count=0, strategy=SPEC), group=FORM),
     AtHead(worker=1, run_id="r-1", epoch=3, lets_in=True),
+    Join(
+        protocol=8,
+        version="0.1.0",
+        python="3.11",
+        torch="2.13.0",
+        ticket="t",
+        host="node-a",
+        pid=7,
+        device_id="CPU-1",
+        device={"id": "CPU-1", "kind": "cpu", "index": 1, "name": "a core", "memory_bytes": None},
+    ),
+    Leave(protocol=8, ticket="t"),
+    Standing(stage="start", worker=2, environment={"A": "b"}, connection={"key": "k", "registration": 7}),
+    Refused(reason="CPU-1 is in use by worker-0."),
     Locate(),
     ListModules(),
     ImportModules(names=["numpy"], directory="/tmp", search_path=["/opt/site"]),

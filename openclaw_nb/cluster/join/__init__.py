@@ -3,6 +3,6 @@
     WorkerNode (node) ── Caller ══ CurveZMQ ══ Listener ── Desk ──> Membership
                   └── engine, a process of its own, which ends with the WorkerNode's
 
-`secret` is what both sides know, `channel` how they talk, `desk` the master's side, `node` the worker's, `standby` a
-worker that waits to be called. Whether a worker may join is decided in `openclaw_nb.plan.joining`.
+`secret` is what both sides know, `channel` how they talk, `desk` the master's side, `node` the worker's.
+Whether a worker may join is decided in `openclaw_nb.plan.joining`.
 """

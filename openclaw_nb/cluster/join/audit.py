@@ -1,7 +1,7 @@
 """The master's record of who joined, left and was turned away.
 
-One line each, with the time, in a file of this user's alone. Who is not let in far enough to say who they are is counted:
-a flood of connections is a few lines. The file is bounded. Knows lines and a file; does not know what a join is.
+One line each, with the time, in a file of this user's alone. Who is turned away before they say who they are is
+counted: a flood of connections is a few lines. The file is bounded. Knows lines and a file, not what a join is.
 """
 
 from __future__ import annotations

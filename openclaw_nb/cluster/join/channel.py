@@ -2,8 +2,8 @@
 
     Caller.ask(message) ══ encrypted, both sides authenticated ══ Listener ──> answer(message) ──> reply
 
-Nothing of a stranger is read: a connection that does not prove, in ZeroMQ's handshake, to know the secret is closed, and
-of those that say nothing only so many are kept. Knows sockets and JSON; does not know what is asked.
+Nothing of a stranger is read: a connection that does not prove, in ZeroMQ's handshake, to know the secret is closed,
+and of those that say nothing only so many are kept. Knows sockets and JSON; does not know what is asked.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ class Listener:
         router.rcvhwm = router.sndhwm = _QUEUED_MESSAGES
         self._monitor = _monitor_of(router)
         router.bind(f"tcp://{host}:{port or '*'}")
-        return int(router.last_endpoint.decode().rpartition(":")[2].rstrip("\0"))
+        return int(router.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2].rstrip("\0"))
 
     def close(self) -> None:
         """Stop listening; safe to call again."""
@@ -132,7 +132,7 @@ class Listener:
         import zmq
 
         poller = zmq.Poller()
-        takers = {
+        takers: dict[Any, Callable[[], None]] = {
             self._router: self._take_message,
             self._zap: self._let_in,
             self._monitor: lambda: self._strangers.take(_event_of(self._monitor)),
@@ -182,7 +182,7 @@ class Listener:
             reply = self._answer(message, who)
         except OpenClawError as error:
             reply = Refused(reason=str(error))
-        except Exception as error:  # noqa: BLE001 - the reply says so; the next one must be heard whatever it was
+        except Exception as error:  # the reply says so; the next one must be heard whatever it was
             logging.getLogger(__name__).exception("A request to join could not be answered.")
             reply = Refused(reason=f"The master could not answer: {type(error).__name__}.")
         return json.dumps(codec.encode(reply)).encode()
@@ -229,7 +229,7 @@ class _Strangers:
             self._audit.count(why or NO_WORKER, _EXAMPLES[why])
 
     def _hang_up(self, descriptor: int) -> None:
-        """End a connection that ZeroMQ has; the number is compared with the port first, as it may be another's by now."""
+        """End a connection that ZeroMQ has, if the number is still one of this port."""
         with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:
             if connection.getsockname() == self.address:
                 connection.shutdown(socket.SHUT_RDWR)
@@ -291,7 +291,7 @@ class Caller:
         poller.register(self._socket, zmq.POLLIN)
         poller.register(self._monitor, zmq.POLLIN)
         while (left := deadline - time.monotonic()) > 0:
-            for ready, _ in poller.poll(1000 * left):
+            for ready, _ in poller.poll(max(1, int(1000 * left))):
                 if ready is self._monitor:
                     self._follow(_event_of(ready)["event"])
                 elif (reply := self._take(sequence)) is not None:
@@ -361,7 +361,7 @@ def _event_of(monitor: Any) -> dict[str, Any]:
     return dict(parse_monitor_message(monitor.recv_multipart()))
 
 
-def _port_error(host: str, port: int, error: OSError) -> UsageError:
+def _port_error(host: str, port: int, error: Any) -> UsageError:
     import errno
 
     if error.errno == errno.EADDRINUSE:

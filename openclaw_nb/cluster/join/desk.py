@@ -190,10 +190,11 @@ class Desk:
             self.audit.write(f"leaves all the same: {guest.worker.id}: {error}")
         guest.stage = "left"
 
-    def died(self, worker: Worker) -> None:
-        """Note that a worker which had joined is gone."""
-        guest = next((each for each in self._guests.values() if each.worker is worker), None)
-        self.audit.write(f"left: {worker.id} on {guest.who if guest is not None else worker.device.id}")
+    def died(self, number: int) -> None:
+        """Note that a worker is gone, if it is one that had joined."""
+        guest = next((each for each in self._guests.values() if each.worker.number == number), None)
+        if guest is not None:
+            self.audit.write(f"left: {guest.worker.id} on {guest.who}")
 
 
 def _applicant(message: dict[str, Any]) -> Applicant:

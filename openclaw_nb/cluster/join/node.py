@@ -53,6 +53,7 @@ from openclaw_nb.core.errors import (
 from openclaw_nb.plan.joining import pauses
 from openclaw_nb.protocol.messages import PROTOCOL_VERSION, Join, Leave, Standing
 from openclaw_nb.protocol.placement import LEASH
+from openclaw_nb.shared import SharedMemory, attach_shared_memory
 
 _GUESTS_FOLDER = ".workers"  # no cluster can have this name
 _POLL_SECONDS = 0.1
@@ -79,8 +80,8 @@ class WorkerNode:
     device_id : str
         The worker's device, one of those that ``openclaw list-devices`` shows.
     token : str, optional
-        The master's join token. If not given, that in ``OPENCLAW_TOKEN``, or in the file that ``OPENCLAW_TOKEN_FILE`` names,
-        or in the folder of this user's cluster that listens there.
+        The master's join token. If not given, that in ``OPENCLAW_TOKEN``, or in the file that ``OPENCLAW_TOKEN_FILE``
+        names, or in the folder of this user's cluster that listens there.
     wait_seconds : float
         How long `connect` looks for a master.
 
@@ -176,9 +177,8 @@ class WorkerNode:
     def _reach(self, message: Join) -> Iterator[Caller]:
         """Find the master, which may come later than this worker, and ask it; yield a way on which it has answered."""
         deadline = time.monotonic() + self._wait_seconds
-        attempts = distrusted = 0
-        for pause in pauses():
-            attempts += 1
+        distrusted = 0
+        for attempts, pause in enumerate(pauses(), 1):
             try:
                 caller = self._call()
             except NotReachedError as error:
@@ -207,8 +207,8 @@ class WorkerNode:
             return f"What listens on {where} is no master of openclaw_nb. Is the port right?"
         assert self._secret is not None
         return (
-            f"The master on {where} does not know the token ({self._secret.source}): it is wrong, or another cluster's. "
-            "The right one is in the file join-token of the cluster's folder (MasterNode.token_file says where)."
+            f"The master on {where} does not know the token ({self._secret.source}): it is wrong, or of another "
+            "cluster. The right one is in the file join-token of the cluster's folder (MasterNode.token_file)."
         )
 
     def _not_reached(self, problem: str, attempts: int) -> NotReachedError:
@@ -274,10 +274,17 @@ class WorkerNode:
             return True
         return self._engine.wait(seconds)
 
+    def attach_shared_memory(self, memory_id: str) -> SharedMemory:
+        """Return shared memory of the master's host, by its id; see `openclaw_nb.attach_shared_memory`."""
+        return attach_shared_memory(memory_id)
+
     # ------------------------------------------------------------------------------------------- leaving
 
     def close(self) -> None:
-        """Leave the cluster: a data-parallel cell that runs lets the worker go at the head of a loop. Safe to call again."""
+        """Leave the cluster; a data-parallel cell that runs lets the worker go at the head of a loop.
+
+        Safe to call again.
+        """
         if self._engine is not None and self._engine.alive:
             self._say_good_bye()
         self._end_engine()

@@ -37,8 +37,8 @@ def check_host(host: str, what: str) -> str:
     where = f" (which is {', '.join(found)})" if found and host not in found else ""
     known = "" if found else ", whose address is not known here"
     raise UsageError(
-        f"{what}={host!r}{where}{known}: only loopback (127.0.0.1) is supported, as workers of other hosts cannot join yet. "
-        "Master and workers run on one host."
+        f"{what}={host!r}{where}{known}: only loopback (127.0.0.1) is supported, as workers of other hosts cannot join "
+        "yet. Master and workers run on one host."
     )
 
 

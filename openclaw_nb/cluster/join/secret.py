@@ -89,7 +89,7 @@ def _key_pair(key: bytes, purpose: bytes) -> KeyPair:
 
 
 def given_secret(token: str | None, environment: Mapping[str, str]) -> JoinSecret | None:
-    """Return the secret that was given: as an argument, in ``OPENCLAW_TOKEN``, or in the file of ``OPENCLAW_TOKEN_FILE``.
+    """Return the secret that was given: an argument, ``OPENCLAW_TOKEN``, or the file of ``OPENCLAW_TOKEN_FILE``.
 
     Raises
     ------

@@ -50,6 +50,7 @@ def seen(found: Configuration, *reports: Mapping[str, Any], **facts: Any) -> See
         "backend": "local",
         "communication": "gloo",
         "host": "127.0.0.1",
+        "port": 50051,
         "controller_log": "",
     }
     given |= {"limit_seconds": 30.0, "devices": devices, "reports": told}
