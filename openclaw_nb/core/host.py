@@ -1,4 +1,4 @@
-"""What this process may use of its host: cores and memory, within the limits of its container.
+"""What this process may use of its host: cores and memory, within the limits of its container; who has a port.
 
 Reads ``/proc`` and control groups of both versions; knows nothing of workers.
 """
@@ -41,6 +41,19 @@ def available_memory_bytes(root: Path = _ROOT) -> int:
 def total_memory_bytes(root: Path = _ROOT) -> int:
     """Return the memory of the host, or the container's limit where that is smaller."""
     return min([int(psutil.virtual_memory().total), *(limit for limit, _ in _memory_limits(root))])
+
+
+def listening_pids(port: int) -> list[int | None]:
+    """Return the processes that listen on a TCP port of this host, None for another user's; none when not known."""
+    try:
+        sockets = psutil.net_connections(kind="tcp")
+    except (psutil.Error, OSError):
+        return []
+    return [
+        each.pid
+        for each in sockets
+        if each.status == psutil.CONN_LISTEN and each.laddr and each.laddr.port == port
+    ]
 
 
 def _cgroup_levels(controller: str, root: Path) -> Iterator[Path]:

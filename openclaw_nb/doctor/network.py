@@ -19,6 +19,7 @@ from openclaw_nb.cluster.files import read_notes
 from openclaw_nb.cluster.launch import ports_open_to_others
 from openclaw_nb.cluster.ownership import processes_of
 from openclaw_nb.core.errors import UsageError
+from openclaw_nb.core.host import listening_pids
 from openclaw_nb.doctor.findings import FAIL, OK, SKIP, WARN, Check, Finding
 from openclaw_nb.doctor.host import Wanted
 
@@ -129,9 +130,8 @@ def _taken(wanted: Wanted, where: str) -> Finding:
 
 def _holder(port: int) -> psutil.Process | None:
     with contextlib.suppress(psutil.Error):
-        for each in psutil.net_connections(kind="tcp"):
-            if each.status == psutil.CONN_LISTEN and each.laddr.port == port and each.pid:
-                return psutil.Process(each.pid)
+        for pid in filter(None, listening_pids(port)):
+            return psutil.Process(pid)
     return None
 
 

@@ -9,6 +9,7 @@ import ipaddress
 import socket
 
 from openclaw_nb.core.errors import UsageError
+from openclaw_nb.core.host import listening_pids
 
 _LOOPBACK = "127.0.0.1"
 _CONNECT_SECONDS = 1.0
@@ -81,15 +82,7 @@ def holder_of(port: int) -> str:
     """Return who listens on a port of this host, for a message; "" when it cannot be known."""
     import psutil
 
-    try:
-        sockets = psutil.net_connections(kind="tcp")
-    except (psutil.Error, OSError):
-        return ""
-    pids = [
-        each.pid
-        for each in sockets
-        if each.status == psutil.CONN_LISTEN and each.laddr and each.laddr.port == port
-    ]
+    pids = listening_pids(port)
     if not pids:
         return ""
     if pids[0] is None:
