@@ -182,14 +182,15 @@ class MasterNode:
         check_installed(self.backend, self._asked_communication)
         files = ClusterFiles.create(self.cluster_id, self.name)
         door = self._open(files)
-        try:
-            self._listen(files, self._asked_port)
-        except BaseException:
-            files.remove()
-            self._forget()
-            raise
-        self._watch_over()
-        door.start_controller(self.host, self.log_level)
+        with self._members.connecting:  # a worker may come as soon as there is a port
+            try:
+                self._listen(files, self._asked_port)
+            except BaseException:
+                files.remove()
+                self._forget()
+                raise
+            self._watch_over()
+            door.start_controller(self.host, self.log_level)
         return self
 
     def _watch_over(self) -> None:

@@ -75,6 +75,11 @@ class Membership:
         What the group is asked to communicate with.
     cluster_id : str
         The mark of its processes.
+
+    Attributes
+    ----------
+    connecting : Lock
+        Held while the controller is being started: `connect` waits for it.
     """
 
     def __init__(self, door: Door, launch: Launch, host: str, communication: str, cluster_id: str) -> None:
@@ -101,7 +106,7 @@ class Membership:
         self._replacing: list[threading.Thread] = []
         self._blank: set[int] = set()
         self._coming: set[int] = set()  # started, or announced, and not yet fit for a group
-        self._connecting, self._is_connected = threading.Lock(), False
+        self.connecting, self._is_connected = threading.Lock(), False
         self._hand_over: HandOver | None = None
 
     # ----------------------------------------------------------------------------------------- start
@@ -139,7 +144,7 @@ class Membership:
         StartError
             When it does not come up.
         """
-        with self._connecting:
+        with self.connecting:
             if not self._is_connected:
                 self.door.connect()
                 self._is_connected = True
