@@ -147,7 +147,7 @@ class Session:
             self._stop_at_exit()
             master = MasterNode(
                 settled.host,
-                configuration.given("master.port"),
+                configuration.given("master.port") if cluster.port is None else cluster.port,
                 name=cluster.name,
                 backend=settled.backend,
                 communication=settled.communication,
@@ -273,6 +273,8 @@ class OpenClawCluster:
     config_path : str, path or sequence of them, optional
         A configuration file (`docs/configuration.md`), or several. What is said by the other parameters wins over it,
         and over variables ``OPENCLAW_…``, which win over the file.
+    port : int, optional
+        Where workers join that other processes start; see `MasterNode`.
 
     Attributes
     ----------
@@ -302,6 +304,7 @@ class OpenClawCluster:
         lease_seconds: float = 0.0,
         spares: int = 0,
         config_path: Paths | None = None,
+        port: int | None = None,
     ) -> None:
         self.configuration: Configuration = load(config_path, os.environ)
         self.lease_seconds = lease_seconds
@@ -311,6 +314,7 @@ class OpenClawCluster:
         self.name = name
         self.backend = backend
         self.communication = communication
+        self.port = port
         self.oversubscribe = oversubscribe
         self.cell: Any = None
         self._master: MasterNode | None = None
@@ -369,6 +373,7 @@ class OpenClawCluster:
             "parallel.workers": self.workers,
             "parallel.backend": self.backend,
             "parallel.communication": self.communication,
+            "master.port": self.port,
         }
         return effects_table(self.configuration.overridden(said), _seen(self) if self.running else None)
 

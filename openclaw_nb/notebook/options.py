@@ -239,6 +239,11 @@ VERBS: dict[str, Command] = {
                     "what the workers communicate with (auto); mpi needs --backend mpi",
                     COMMUNICATIONS,
                 ),
+                Argument(
+                    ("--port",),
+                    "where workers join that other processes start; 0 for a free port (50051, or a free one)",
+                    settings={"type": _whole, "metavar": "P"},
+                ),
                 Argument(("--name",), "the cluster's name", settings={"metavar": "NAME"}),
                 _LEASE,
                 Argument(

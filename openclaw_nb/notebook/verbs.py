@@ -66,6 +66,7 @@ def _start(context: Context, options: argparse.Namespace) -> OpenClawCluster:
         lease_seconds=options.lease or 0.0,
         spares=options.spares,
         config_path=options.config,
+        port=options.port,
     )
     with context.bar("Starting the cluster") as bar:
         return cluster.start(bar)

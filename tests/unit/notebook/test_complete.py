@@ -52,8 +52,8 @@ def complete(line: str) -> tuple[str, list[str]] | None:
             "%openclaw start -n 2 --",
             "--",
             [
-                *("--spares", "--devices", "--config", "--backend", "--communication", "--name"),
-                *("--lease", "--oversubscribe", "--help"),
+                *("--spares", "--devices", "--config", "--backend", "--communication", "--port"),
+                *("--name", "--lease", "--oversubscribe", "--help"),
             ],
         ),
         ("%openclaw start --backend ", "", ["local", "thread", "cuda", "mpi"]),

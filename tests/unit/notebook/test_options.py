@@ -26,7 +26,7 @@ def test_every_verb_has_a_handler_and_no_handler_is_without_a_verb() -> None:
 def test_start() -> None:
     given = parse(
         "start -n 2 --spares 1 --devices CPU-0,CPU-1 --config a.yaml --config b.yaml --backend mpi "
-        "--communication gloo --name mine --lease 60 --oversubscribe"
+        "--communication gloo --port 0 --name mine --lease 60 --oversubscribe"
     )
     assert vars(given) == {
         "workers": 2,
@@ -35,6 +35,7 @@ def test_start() -> None:
         "config": ["a.yaml", "b.yaml"],
         "backend": "mpi",
         "communication": "gloo",
+        "port": 0,
         "name": "mine",
         "lease": 60,
         "oversubscribe": True,
