@@ -220,3 +220,53 @@ def test_a_worker_that_is_killed_is_told_and_the_cluster_is_whole_afterwards(fol
     assert run(folder, "after.py", "print('goes on')\n", "-s", "none").stdout.endswith(
         "[ranks 0-1]\ngoes on\n"
     )
+
+
+SLOW_RANK = "time.sleep(0.3) if os.environ['OPENCLAW_DEVICE'] == 'CPU-1' else None"
+
+
+def test_a_profile_names_the_slow_worker_and_what_to_change(folder: Path) -> None:
+    (folder / "slow.py").write_text(BODY.format(then=SLOW_RANK).replace("if number == 3", "if number > 2"))
+    words = ("profile", "--attach", "base", "slow.py", "-s", "data_parallel")
+    ours = openclaw(folder, *words, "--json")
+    assert ours.returncode == 0, ours.stderr
+    (training,) = json.loads(ours.stdout)["trainings"]
+    fast, slow = training["workers"]
+    assert (training["steps"], training["samples"]) == (16, 64)
+    assert (slow["id"], slow["device"], slow["samples"]) == ("worker-1", "CPU-1", 32)
+    assert slow["load"] > 1.5 > 0.5 > fast["load"]
+    assert training["skew"] == slow["load"]
+    assert sum(fast["split"].values()) == pytest.approx(1.0)
+    assert fast["split"]["wait"] > 0.5
+    (advice, *_) = training["advice"]
+    assert (advice["cause"], advice["key"]) == ("straggler", "balance_load")
+
+
+def test_a_benchmark_measures_every_setting_on_every_number_of_workers(folder: Path) -> None:
+    (folder / "quick.py").write_text(BODY.format(then="time.sleep(0.05)"))
+    words = ("-n", "1,2", "-s", "data_parallel", "-s", "model_parallel", "--json", "-o", "report.html")
+    ours = openclaw(folder, "benchmark", "--attach", "base", "quick.py", *words)
+    assert ours.returncode == 1, ours.stderr  # one module cannot be on two workers
+    found = {(each["setting"], each["workers"]): each for each in json.loads(ours.stdout)["results"]}
+    measured = [("single device", 1), ("data_parallel", 1), ("data_parallel", 2)]
+    assert list(found) == [*measured, ("model_parallel", 1), ("model_parallel", 2)]
+    plain = found["single device", 1]
+    assert (plain["speedup"], plain["efficiency"]) == (1.0, 1.0)
+    for key in measured:
+        each = found[key]
+        assert (each["steps"], each["samples"], each["error"]) == (16, 64, "")
+        assert each["speedup"] == pytest.approx(plain["seconds"] / each["seconds"])
+        assert each["efficiency"] == pytest.approx(each["speedup"] / each["workers"])
+        assert each["p50_ms"] < 50 <= 1000 * each["seconds"]
+        assert each["p50_ms"] < each["p99_ms"]
+    assert "it is one module" in found["model_parallel", 2]["error"]
+    assert "<meter" in (folder / "report.html").read_text()
+
+
+def test_a_benchmark_of_a_script_that_fails_says_so(folder: Path) -> None:
+    (folder / "fails.py").write_text(BODY.format(then="sys.exit(3) if 'exit' in sys.argv else planted"))
+    words = ("benchmark", "--attach", "base", "fails.py", "-s", "data_parallel", "-n", "2")
+    ours = openclaw(folder, *words)
+    assert (ours.returncode, ours.stdout.count("NameError: name 'planted'")) == (1, 2), ours.stdout
+    ours = openclaw(folder, *words, "--", "exit")
+    assert (ours.returncode, ours.stdout.count("The program ended with 3.")) == (1, 2), ours.stdout
