@@ -12,13 +12,24 @@ import sys
 from collections.abc import Sequence
 
 from openclaw_nb._version import __version__
-from openclaw_nb.cli import clusters, completion, configuration, doctor, host, metrics, run, worker
+from openclaw_nb.cli import (
+    benchmark,
+    clusters,
+    completion,
+    configuration,
+    doctor,
+    host,
+    metrics,
+    profile,
+    run,
+    worker,
+)
 from openclaw_nb.core.errors import OpenClawError, UsageError
 
 _FAILED = 1
 _NOT_UNDERSTOOD = 2
 _INTERRUPTED = 130
-_KINDS = (host, configuration, clusters, worker, run, metrics, doctor, completion)
+_KINDS = (host, configuration, clusters, worker, run, profile, benchmark, metrics, doctor, completion)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -19,13 +19,13 @@ _LEASE_SECONDS = 7 * 24 * 3600.0
 _NOT_HERE = ("--name", "--lease")
 
 
-def add_cluster_options(parser: argparse.ArgumentParser) -> None:
+def add_cluster_options(parser: argparse.ArgumentParser, but: Collection[str] = ()) -> None:
     """Let a command start a cluster, or take one that runs."""
     from openclaw_nb.cli._options import add_options_of
     from openclaw_nb.notebook.options import VERBS
 
     group = parser.add_argument_group("workers")
-    add_options_of(group, VERBS["start"], but=_NOT_HERE)
+    add_options_of(group, VERBS["start"], but=(*_NOT_HERE, *but))
     group.add_argument(
         "--attach",
         metavar="NAME",

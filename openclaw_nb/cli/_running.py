@@ -11,7 +11,7 @@ import re
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, TextIO
+from typing import TYPE_CHECKING, Protocol, TextIO
 
 from openclaw_nb.cli.program import Program, Step, read_program
 from openclaw_nb.core.errors import CellInterrupted, NotVerifiedError, OpenClawError, UsageError
@@ -24,6 +24,7 @@ from openclaw_nb.plan.script.hoist import EXIT_NAME
 from openclaw_nb.session import current_session
 
 if TYPE_CHECKING:
+    from openclaw_nb.cluster.master import MasterNode
     from openclaw_nb.cluster.run import RunResult
     from openclaw_nb.config.cells import CellDefaults
     from openclaw_nb.monitor.store import RunHistory
@@ -120,6 +121,16 @@ class _Exit(Exception):
         self.code, self.error = code, error
 
 
+class Watcher(Protocol):
+    """Measures what a program trains."""
+
+    def before(self, master: MasterNode, ranks: Sequence[int]) -> None:
+        """Take note that these ranks are about to train."""
+
+    def after(self, master: MasterNode, ranks: Sequence[int], step: Step, history: RunHistory | None) -> None:
+        """Take note that they have, and how it went; a run without a strategy has no history."""
+
+
 class Running:
     """Runs a program on a cluster.
 
@@ -131,18 +142,31 @@ class Running:
         What is run.
     output, told : text file
         Where the ranks' output goes, and what is said of the run.
+    watcher : Watcher, optional
+        Asked before and after each step that trains.
+    ranks : sequence of int, optional
+        Who runs it; all when not given.
     """
 
-    def __init__(self, cluster: OpenClawCluster, asked: Asked, output: TextIO, told: TextIO) -> None:
+    def __init__(
+        self,
+        cluster: OpenClawCluster,
+        asked: Asked,
+        output: TextIO,
+        told: TextIO,
+        *,
+        watcher: Watcher | None = None,
+        ranks: Sequence[int] | None = None,
+    ) -> None:
         self._cluster, self._master, self._asked = cluster, cluster.master, asked
         self._output, self._told = output, told
+        self._watcher, self._ranks = watcher, ranks
         self._trainings: list[Training] = []
-        self.histories: list[RunHistory] = []
 
     def run(self) -> Ended:
         """Run it to its end."""
         started = time.monotonic()
-        num_workers = self._master.world_size
+        num_workers = len(self._taking_part())
         if self._asked.given.retries:
             self._master.enable_auto_recovery(max_retries=self._asked.given.retries)
         try:
@@ -166,24 +190,32 @@ class Running:
         )
         if not self._asked.program.is_notebook:
             source += f"__file__ = {str(path)!r}\n"
-        self._run_cell(CellRequest(source))
+        self._run_cell(CellRequest(source, targets=self._ranks))
 
     def _run_steps(self) -> None:
         parts = 0
         for step in self._asked.program.steps:
             parts += step.trains
             options = self._asked.options_for(step, self._cluster.cell_defaults, parts)
-            targets = [0] if step.once else None
+            targets = [0] if step.once else self._ranks
             if options.targets is not None:
                 targets = resolve_targets(options.targets, places_of(self._master))
             request = CellRequest(step.source, step.number, targets, options.strategy)
             if options.verify_steps:
                 self._verify(request, options.verify_steps)
+            if self._watcher is not None and step.trains:
+                self._watcher.before(self._master, self._taking_part())
             try:
                 self._run_cell(request)
             finally:
-                if options.strategy is not None:
-                    self._take_measured(step, options.strategy.name)
+                history = self._history() if options.strategy is not None else None
+                if options.strategy is not None and history is not None:
+                    self._take_measured(step, options.strategy.name, history)
+            if self._watcher is not None and step.trains:
+                self._watcher.after(self._master, self._taking_part(), step, history)
+
+    def _taking_part(self) -> Sequence[int]:
+        return range(self._master.world_size) if self._ranks is None else self._ranks
 
     def _verify(self, request: CellRequest, num_steps: int) -> None:
         certificate = verify(self._master, request, num_steps, {})
@@ -238,12 +270,11 @@ class Running:
             text = _CELL.sub(f"File {self._asked.program.path}", text)
         return text.split("\n")
 
-    def _take_measured(self, step: Step, strategy: str) -> None:
+    def _history(self) -> RunHistory | None:
         run = self._master.last_run if self._master.running else None
-        history = None if run is None else current_session().monitor.history(run.run_id)
-        if history is None:
-            return
-        self.histories.append(history)
+        return None if run is None else current_session().monitor.history(run.run_id)
+
+    def _take_measured(self, step: Step, strategy: str, history: RunHistory) -> None:
         loss = history.loss.y[-1] if len(history.loss) else None
         self._trainings.append(
             Training(step.line, strategy, history.steps, history.samples, history.mean_rate, loss)

@@ -12,6 +12,7 @@ import contextlib
 import math
 import mmap
 import os
+import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 
 _DEVICE_VARIABLE = "OPENCLAW_DEVICE"  # of a worker
 _ATTEMPTS = 100
+_LEFT_BYTES = 2**28  # of the host's memory: with none left, the system would end a process
 
 
 class SharedMemory:
@@ -98,8 +100,7 @@ class SharedMemory:
         value : numpy.ndarray, torch.Tensor or what numpy makes an array of
             On the CPU.
         writable : bool
-            Whether those who take it may change it for all; else it is sealed: numpy refuses to write, and what torch
-            writes is seen by this process alone.
+            Whether those who take it may change it for all; else it is sealed: writing it is an error.
 
         Raises
         ------
@@ -212,7 +213,7 @@ class SharedMemory:
         return _as_array(mapped, entry)
 
     def tensor(self, name: str) -> Tensor:
-        """Return a tensor as torch's, without a copy.
+        """Return a tensor as torch's, without a copy; a sealed one is a `openclaw_nb.shared.sealed.SealedTensor`.
 
         Raises
         ------
@@ -223,12 +224,17 @@ class SharedMemory:
         """
         entry, descriptor = self._hold(name)
         try:
-            # torch knows no tensors that cannot be written: a sealed one is copied by pages when it is.
+            # A write that gets past `sealed` copies a page; of memory that cannot be written it would end the process.
             kind = mmap.MAP_SHARED if entry.writable else mmap.MAP_PRIVATE
             mapped = mmap.mmap(descriptor, entry.room_bytes, flags=kind, offset=entry.start)
         finally:
             os.close(descriptor)
-        return _as_tensor(mapped, entry)
+        tensor = _as_tensor(mapped, entry)
+        if entry.writable:
+            return tensor
+        from openclaw_nb.shared.sealed import seal
+
+        return seal(tensor, name)
 
     def _hold(self, name: str) -> tuple[Entry, int]:
         """Return what has the name, and a descriptor that keeps its room from being used again."""
@@ -313,7 +319,8 @@ def gibibytes(size_gb: Any) -> int:
 def _check_room(folder: Path, size_bytes: int) -> None:
     """Refuse what the host has not: pages that cannot be had would end the process that touches them."""
     found = os.statvfs(folder)
-    free = {"/dev/shm": found.f_bavail * found.f_frsize, "the memory": available_memory_bytes()}
+    memory = max(0, available_memory_bytes() - _LEFT_BYTES)
+    free = {"/dev/shm": found.f_bavail * found.f_frsize, "the memory": memory}
     for where, left in free.items():
         if size_bytes > left:
             raise ResourceError(
@@ -353,7 +360,8 @@ def _no_room(entry: Entry, found: indexes.Index) -> ResourceError:
 
 
 def _is_torch(value: Any) -> bool:
-    return type(value).__module__.partition(".")[0] == "torch"
+    torch = sys.modules.get("torch")
+    return torch is not None and isinstance(value, torch.Tensor)
 
 
 def _on_cpu(name: str, value: Any) -> Any:

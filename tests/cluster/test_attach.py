@@ -84,6 +84,9 @@ def shared_runtime(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         for note in read_notes():
             assert current_session().stop(note["name"]) > 0
             assert processes_of(note["cluster_id"]) == []
+        deadline = time.monotonic() + HANG_SECONDS  # a guardian may still be at it
+        while list(path.iterdir()) and time.monotonic() < deadline:
+            time.sleep(0.05)
         assert list(path.iterdir()) == []
 
 

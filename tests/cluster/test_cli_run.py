@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from openclaw_nb import cli
+
 from .conftest import HANG_SECONDS
 
 pytestmark = pytest.mark.cluster
@@ -166,8 +168,6 @@ def test_it_ends_with_the_code_of_the_script(folder: Path, then: str, code: int)
     [
         ("plain.py", "print(1)\n", ["-s", "data_parallel"], "plain.py has no training loop"),
         ("wrong.py", "x = (\n", ["-s", "data_parallel"], "wrong.py, line 1: '(' was never closed"),
-        ("train.py", SCRIPT, [], "train.py trains, and no strategy is named or configured"),
-        ("train.py", SCRIPT, ["-s", "data_paralel"], "data_parallel"),
         (
             "train.py",
             SCRIPT,
@@ -178,17 +178,39 @@ def test_it_ends_with_the_code_of_the_script(folder: Path, then: str, code: int)
     ],
 )
 def test_what_cannot_be_run_is_told_and_nothing_runs(
-    folder: Path, name: str, source: str, words: list[str], told: str
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    name: str,
+    source: str,
+    words: list[str],
+    told: str,
 ) -> None:
-    ours = run(folder, name, source, *words)
+    monkeypatch.chdir(tmp_path)
+    Path(name).write_text(source)
+    assert cli.main(["run", "--attach", "base", name, *words]) == 2
+    found = capsys.readouterr()
+    assert found.out == ""
+    assert told in found.err
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ([], "train.py trains, and no strategy is named or configured"),
+        (["-s", "data_paralel"], "Did you mean 'data_parallel'"),
+    ],
+)
+def test_a_strategy_that_is_not_there_is_told(folder: Path, words: list[str], told: str) -> None:
+    ours = run(folder, "train.py", SCRIPT, *words)
     assert (ours.returncode, ours.stdout) == (2, "")
     assert told in ours.stderr
     assert "Traceback" not in ours.stderr
 
 
-def test_a_file_that_is_not_there_is_told(folder: Path) -> None:
-    ours = openclaw(folder, "run", "--attach", "base", "none.py", "-s", "data_parallel")
-    assert (ours.returncode, "none.py does not exist" in ours.stderr) == (2, True)
+def test_a_file_that_is_not_there_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["run", "--attach", "base", "none.py", "-s", "data_parallel"]) == 2
+    assert "none.py does not exist" in capsys.readouterr().err
 
 
 def test_ctrl_c_ends_the_script_and_leaves_the_cluster(folder: Path) -> None:
@@ -220,3 +242,53 @@ def test_a_worker_that_is_killed_is_told_and_the_cluster_is_whole_afterwards(fol
     assert run(folder, "after.py", "print('goes on')\n", "-s", "none").stdout.endswith(
         "[ranks 0-1]\ngoes on\n"
     )
+
+
+SLOW_RANK = "time.sleep(0.3) if os.environ['OPENCLAW_DEVICE'] == 'CPU-1' else None"
+
+
+def test_a_profile_names_the_slow_worker_and_what_to_change(folder: Path) -> None:
+    (folder / "slow.py").write_text(BODY.format(then=SLOW_RANK).replace("if number == 3", "if number > 2"))
+    words = ("profile", "--attach", "base", "slow.py", "-s", "data_parallel")
+    ours = openclaw(folder, *words, "--json")
+    assert ours.returncode == 0, ours.stderr
+    (training,) = json.loads(ours.stdout)["trainings"]
+    fast, slow = training["workers"]
+    assert (training["steps"], training["samples"]) == (16, 64)
+    assert (slow["id"], slow["device"], slow["samples"]) == ("worker-1", "CPU-1", 32)
+    assert slow["load"] > 1.5 > 0.5 > fast["load"]
+    assert training["skew"] == slow["load"]
+    assert sum(fast["split"].values()) == pytest.approx(1.0)
+    assert fast["split"]["wait"] > 0.5
+    (advice, *_) = training["advice"]
+    assert (advice["cause"], advice["key"]) == ("straggler", "balance_load")
+
+
+def test_a_benchmark_measures_every_setting_on_every_number_of_workers(folder: Path) -> None:
+    (folder / "quick.py").write_text(BODY.format(then="time.sleep(0.05)"))
+    words = ("-n", "1,2", "-s", "data_parallel", "-s", "model_parallel", "--json", "-o", "report.html")
+    ours = openclaw(folder, "benchmark", "--attach", "base", "quick.py", *words)
+    assert ours.returncode == 1, ours.stderr  # one module cannot be on two workers
+    found = {(each["setting"], each["workers"]): each for each in json.loads(ours.stdout)["results"]}
+    measured = [("single device", 1), ("data_parallel", 1), ("data_parallel", 2)]
+    assert list(found) == [*measured, ("model_parallel", 1), ("model_parallel", 2)]
+    plain = found["single device", 1]
+    assert (plain["speedup"], plain["efficiency"]) == (1.0, 1.0)
+    for key in measured:
+        each = found[key]
+        assert (each["steps"], each["samples"], each["error"]) == (16, 64, "")
+        assert each["speedup"] == pytest.approx(plain["seconds"] / each["seconds"])
+        assert each["efficiency"] == pytest.approx(each["speedup"] / each["workers"])
+        assert each["p50_ms"] < 50 <= 1000 * each["seconds"]
+        assert each["p50_ms"] < each["p99_ms"]
+    assert "it is one module" in found["model_parallel", 2]["error"]
+    assert "<meter" in (folder / "report.html").read_text()
+
+
+def test_a_benchmark_of_a_script_that_fails_says_so(folder: Path) -> None:
+    (folder / "fails.py").write_text(BODY.format(then="sys.exit(3) if 'exit' in sys.argv else planted"))
+    words = ("benchmark", "--attach", "base", "fails.py", "-s", "data_parallel", "-n", "2")
+    ours = openclaw(folder, *words)
+    assert (ours.returncode, ours.stdout.count("NameError: name 'planted'")) == (1, 2), ours.stdout
+    ours = openclaw(folder, *words, "--", "exit")
+    assert (ours.returncode, ours.stdout.count("The program ended with 3.")) == (1, 2), ours.stdout

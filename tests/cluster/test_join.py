@@ -136,6 +136,7 @@ def test_one_that_is_killed_takes_its_engine_with_it(master: MasterNode, first: 
     assert totals(master, 1) == [1.0]
 
 
+@pytest.mark.soak
 def test_one_that_is_removed_ends_well(master: MasterNode, first: WorkerNode) -> None:
     with other(master) as process:
         assert process.stdout is not None

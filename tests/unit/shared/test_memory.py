@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import ctypes
 import gc
 import os
 import pickle
@@ -9,13 +11,15 @@ import stat
 import subprocess
 import sys
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
 from openclaw_nb.core.errors import ClusterError, ResourceError, UnknownNameError, UsageError
 from openclaw_nb.shared import SharedMemory, attach_shared_memory
@@ -83,14 +87,65 @@ def test_a_writable_one_is_changed_for_all(memory: SharedMemory) -> None:
     assert tensor.tolist() == array.tolist() == [7, 2, 2, 2]
 
 
-def test_a_sealed_one_is_changed_for_nobody_else(memory: SharedMemory) -> None:
-    memory.put("x", np.ones(3))
-    tensor, array = memory.tensor("x"), memory.array("x")
-    tensor += 1
+WRITES = {
+    "+=": lambda x: x.__iadd__(1),
+    "item": lambda x: x.__setitem__(0, 7),
+    "a view": lambda x: x[0].fill_(7),
+    "a view of a view": lambda x: x.view(2, 2)[1].zero_(),
+    "one of several views": lambda x: x.split(2)[1].mul_(2),
+    "out=": lambda x: torch.add(x, 1, out=x),
+    "inplace=": lambda x: nn.functional.relu(x, inplace=True),
+    "init": nn.init.zeros_,
+    "foreach": lambda x: torch._foreach_add_([x], 1),
+    "numpy's": lambda x: x.numpy().__setitem__(0, 7),
+    "optimizer": lambda x: _step(nn.Parameter(x)),
+}
+
+
+def _step(parameter: torch.Tensor) -> None:
+    parameter.sum().backward()
+    torch.optim.SGD([parameter], lr=0.1).step()
+
+
+@pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
+def test_a_sealed_one_refuses_to_be_written(memory: SharedMemory, write: Callable[[Any], Any]) -> None:
+    memory.put("x", -np.ones(4, np.float32))
+    tensor = memory.tensor("x")
+    with pytest.raises(ValueError, match=r"'x' is sealed.*clone|read-only"):
+        write(tensor)
+    assert tensor.tolist() == memory.array("x").tolist() == [-1, -1, -1, -1]
     with pytest.raises(ValueError, match="read-only"):
-        array += 1
-    assert (tensor.tolist(), array.tolist()) == ([2, 2, 2], [1, 1, 1])
-    assert memory.tensor("x").tolist() == [1, 1, 1]
+        memory.array("x")[0] = 7
+
+
+def test_what_comes_of_a_sealed_one_is_ordinary(memory: SharedMemory) -> None:
+    memory.put("x", np.arange(12, dtype=np.float32).reshape(6, 2))
+    x = memory.tensor("x")
+    for ordinary in (
+        x.clone(),
+        x + 0,
+        copy.deepcopy(x),
+        pickle.loads(pickle.dumps(x)),
+        torch.empty(6, 2).copy_(x),
+    ):
+        assert type(ordinary) is torch.Tensor
+        ordinary += 1
+        assert torch.equal(ordinary, x + 1)
+    layer = nn.Linear(2, 3)
+    batches = DataLoader(TensorDataset(x), batch_size=4)
+    layer(next(iter(batches))[0]).sum().backward()
+    assert layer.weight.grad is not None
+    torch.testing.assert_close(layer.weight.grad, x[:4].sum(0).expand(3, 2))
+    memory.put("y", x)
+    assert memory.tensor("y").tolist() == x.tolist()
+
+
+def test_what_gets_past_the_seal_is_seen_by_nobody_else(memory: SharedMemory) -> None:
+    memory.put("x", np.ones(3))
+    tensor = memory.tensor("x")
+    ctypes.memset(tensor.data_ptr(), 0, 8)
+    assert tensor.tolist() == [0, 1, 1]
+    assert memory.tensor("x").tolist() == memory.array("x").tolist() == [1, 1, 1]
 
 
 def test_what_is_in_use_is_not_overwritten_after_its_name_is_gone(memory: SharedMemory) -> None:
